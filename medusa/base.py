@@ -23,7 +23,7 @@ from draftsmith.train.losses.output_head import head_of
 logger = logging.get_logger(__name__)
 
 SPREAD = 0.5
-"""The largest standard deviation of a random layer's logits: σ costs σ²/2 nats over a uniform distribution."""
+"""The standard deviation of a random layer's logits at most: σ costs σ²/2 nats over a uniform distribution."""
 FEW = 8
 """The fewest ids by which `check_distances` can tell ids from distances."""
 WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -44,15 +44,15 @@ class Norm(LlamaRMSNorm):
 
 
 @torch.no_grad()
-def begin_nearly_uniform(norm: nn.Module, rows: Tensor) -> None:
+def begin_nearly_uniform(norm: nn.Module, rows: Tensor, most: float = SPREAD) -> None:
     """Scale the norm before the output head, so that random layers draft from a nearly uniform distribution.
 
-    The head's rows, (D, H), are the target's: otherwise the first loss would be far above that of a uniform
-    distribution.
+    Their logits' standard deviation is then `most` at most. The head's rows, (D, H), are the target's: otherwise the
+    first loss would be far above that of a uniform distribution.
     """
     spread = rows.float().square().sum(-1).mean().sqrt()
     # A normed state has entries of about 1, so its logits spread by the length of a row.
-    cast(Tensor, norm.weight).div_((spread / SPREAD).clamp(min=1.0))
+    cast(Tensor, norm.weight).div_((spread / most).clamp(min=1.0))
 
 
 class NamedConfig(PretrainedConfig):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import HEADS, InputError, at_least, one_of, require
 from draftsmith.medusa.config import HeadsConfig
+from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "last_layer", "random")
@@ -18,10 +19,11 @@ class EagleTrainingConfig(HeadsConfig):
     """The depths of the target's features, ascending: the number of its layers before each. If not given 2, L // 2 and
     L − 3 for a target of L layers."""
     init: str = "auto"
-    """The layer's first weights: the target's "last_layer", which sees only the state at first; "random"; or "auto",
-    the last layer if ours can compute the same (Llama, Mistral), and random for other families."""
-    norm_before_residual: bool = False
-    """Begin the residual path around attention after the state's norm."""
+    """The layer's first weights: "random"; the target's "last_layer", which sees only the state at first, if ours can
+    compute the same (Llama, Mistral); or "auto", the last layer where it can without a variant of the layer."""
+    norm_before_residual: bool | None = None
+    """Begin the residual path around attention after the state's norm. SGLang does not know such heads. If not given:
+    in all new heads but those that begin as the target's last layer."""
     norm_before_fc: bool = False
     """Norm the features together before they are fused."""
     fc_norm: bool = False
@@ -43,6 +45,20 @@ class EagleTrainingConfig(HeadsConfig):
             first = next((name for name in ("layer_ids", "sliding_window", *SHAPE) if getattr(self, name)), None)
             if first is not None:
                 raise InputError(f"{first}: expected none with heads, which have their own, found one")
+
+    @property
+    def shape(self) -> dict[str, bool]:
+        """The variants of a new layer."""
+        given = self.norm_before_residual
+        return {name: bool(getattr(self, name)) for name in SHAPE} | {
+            "norm_before_residual": self.init != "last_layer" if given is None else given
+        }
+
+    @property
+    def defaults(self) -> Defaults:
+        """A lower learning rate for a layer that begins at random, and for heads of an earlier run."""
+        rate = 5e-4 if self.heads is not None else 2e-3 if self.shape["norm_before_residual"] else 4e-3
+        return Defaults(rate=rate)
 
 
 @dataclass

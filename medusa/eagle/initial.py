@@ -14,13 +14,15 @@ from draftsmith.decode.cache.features import decoder_layers, decoder_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
-from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.target_states import TargetStates, gather_weights, scale_of_steps
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.quantization import own_shapes, weight_of
 
+SPREAD = 1.5
+"""The standard deviation of a random layer's logits at most. With less it learns slowly: docs/log/eagle-start.md."""
 LIKE_OURS = ("llama", "mistral")
 """Families whose decoder layer computes the same as the heads', if it has the same weights and no others."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -33,14 +35,12 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
     """Return float32 heads for a training run, whose seed decides the random weights; see `of_target`."""
     torch.manual_seed(config.training.seed)  # the same weights on all processes
-    shape = {name: getattr(config, name) for name in (*SHAPE, "sliding_window")}
-    heads = EagleHeads.of_target(
-        target, token_map, config.layer_ids or None, base_model_name_or_path=config.target, **shape
-    ).float()
+    shape = config.shape | {"sliding_window": config.sliding_window, "base_model_name_or_path": config.target}
+    heads = EagleHeads.of_target(target, token_map, config.layer_ids or None, **shape).float()
     if choose_init(config, heads, target)[0] == "last_layer":
         begin_as_last_layer(heads, target)
     else:
-        begin_nearly_uniform(heads.norm, heads.lm_head.weight)
+        begin_nearly_uniform(heads.norm, heads.lm_head.weight, SPREAD)
     return heads
 
 
@@ -51,7 +51,7 @@ def choose_init(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrain
         raise InputError(f"init: expected auto or random for a target like this, found last_layer, and {reason}")
     if config.init == "auto" and reason is None:
         # The copy is exact only if its inputs and outputs are those of the target's layer.
-        variants = [name for name in SHAPE if getattr(config, name)]
+        variants = [name for name, given in config.shape.items() if given]
         reason = f"{variants[0]}, which the target's last layer does not have" if variants else None
     if config.init == "random" or reason is not None:
         return "random", "begun at random" + (f", because {reason}" if reason else "")

@@ -41,8 +41,9 @@ class Eagle(FeatureKind):
         return named or config.get("speculators_model_type") == "eagle3"
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
-        """Return one candidate: one layer, as in the paper."""
-        return {"eagle": drafted_tokens(target, "draft_vocabulary")}
+        """Return one candidate: one layer, as in the paper; for SGLang without the variant that it does not know."""
+        plain = {"norm_before_residual": False} if server == "sglang" else {}
+        return {"eagle": plain | drafted_tokens(target, "draft_vocabulary")}
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the heads and their tree."""

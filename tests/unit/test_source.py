@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_781,
     "train": 17_186,
     "distill": 2_911,
-    "medusa": 10_934,
+    "medusa": 10_951,
     "scripts": 19_606,
     "benchmarks": 2_864,
-    "tests": 59_356,
+    "tests": 59_362,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -46,7 +46,7 @@ def eagle_refusal(
     # SGLang 0.5.23, `models/llama_eagle3.py`, has only one residual path, and skips `fc` if the features are as wide as
     # the state; its `models/llama.py` does not capture the output of the last layer.
     if config.norm_before_residual:
-        return "norm_before_residual; take vllm"
+        return "norm_before_residual; take vllm, or train with --norm_before_residual false"
     if len(heads.layer_ids) == 1:
         return "features of one depth, which SGLang does not fuse; take vllm"
     layers = None if target is None else len(decoder_layers(target))

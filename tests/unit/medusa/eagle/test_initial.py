@@ -38,8 +38,10 @@ def test_they_compute_what_the_last_layer_does_on_what_it_sees(name):
     wide = tiny_llama(0, VOCAB, layers=3, head_dim=24, rope_parameters={"rope_type": "default", "rope_theta": 50.0})
     target = stirred(wide if name == "head width" else tiny_model(name))
     depth = target.config.num_hidden_layers - 1
-    heads = new_heads(run_of(layer_ids=[depth]), target)
-    assert choose_init(run_of(), heads, target) == ("last_layer", "begun as the target's last layer")
+    plain = run_of(layer_ids=[depth], norm_before_residual=False)
+    heads = new_heads(plain, target)
+    for config in (plain, run_of(init="last_layer")):
+        assert choose_init(config, heads, target) == ("last_layer", "begun as the target's last layer")
     ids = torch.randint(VOCAB, (2, 5))
     with collect_features(target, heads.layer_ids) as features:
         expected = target.model(ids).last_hidden_state
@@ -114,13 +116,17 @@ def test_another_layer_is_not_begun_as(what):
 def test_variants_of_the_layer_begin_at_random_unless_told():
     target = tiny_llama(0, VOCAB, layers=3)
     for name in ("norm_output", "norm_before_residual", "fc_norm"):
-        config = run_of(**{name: True})
+        config = run_of(**{"norm_before_residual": False, name: True})
         heads = new_heads(config, target)
+        assert getattr(heads.config, name)
         assert choose_init(config, heads, target)[1] == (
             f"begun at random, because {name}, which the target's last layer does not have"
         )
         told = new_heads(run_of(init="last_layer", **{name: True}), target)
         assert torch.equal(told.midlayer.mlp.up_proj.weight, target.model.layers[-1].mlp.up_proj.weight)
-    begun = new_heads(run_of(), target)
+    assert new_heads(run_of(), target).config.norm_before_residual
+    copied = run_of(init="last_layer")
+    begun = new_heads(copied, target)
+    assert not begun.config.norm_before_residual
     begin_as_last_layer(begun, target)
-    torch.testing.assert_close(begun.state_dict(), new_heads(run_of(), target).state_dict())
+    torch.testing.assert_close(begun.state_dict(), new_heads(copied, target).state_dict())
