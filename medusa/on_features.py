@@ -1,10 +1,10 @@
 """The base of proposers that draft from the features of a target.
 
-The target's features of accepted tokens are fused as soon as they are known. The drafter's next draft feeds them to its
-cache, over what it drafted there before. In a text of T tokens the target has not seen the last one, so T − 1 positions
+The target's features of accepted tokens are kept until the drafter's next draft, which fuses them and feeds its cache,
+over what it drafted there before. In a text of T tokens the target has not seen the last one, so T − 1 positions
 have features.
 
-Shape suffixes: B rows, L positions, H hidden.
+Shape suffixes: B rows, L positions, F features, H hidden.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import Slots, pad_right
@@ -88,21 +87,19 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
     @torch.inference_mode()
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Fuse the features of accepted tokens; the next draft feeds them over what was drafted."""
+        """Keep the features of accepted tokens; the next draft feeds them over what was drafted."""
         heads = self.heads
         features = [outcome.features for outcome in outcomes if outcome.features is not None]
         assert len(features) == len(outcomes), "the target's features"
-        # One matrix product for all rows; each row then takes its own features.
-        fused_BLH = heads.fuse(pad_sequence(features, batch_first=True).to(heads.device, heads.dtype))
-        states = []
-        for row, outcome in enumerate(outcomes):
+        unfed = []
+        for row, (outcome, new) in enumerate(zip(outcomes, features, strict=True)):
             parts = [self.feeder.unfed[row]] if self.feeder.unfed else []
-            if outcome.prompt_features is not None:
-                # The first round also brings the prompt's features.
-                parts.append(heads.fuse(outcome.prompt_features.to(heads.device, heads.dtype)))
-            parts.append(fused_BLH[row, : len(features[row])])
-            states.append(torch.cat([part for part in parts if len(part)]) if len(parts) > 1 else parts[0])
-        self.feeder.unfed = states
+            # The first round also brings the prompt's features.
+            for part in (outcome.prompt_features, new):
+                if part is not None and len(part):
+                    parts.append(part.to(heads.device, heads.dtype))
+            unfed.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+        self.feeder.unfed = unfed
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Refuse growing trees, and trees under sampling: the draws of their siblings are not known."""
@@ -162,7 +159,7 @@ class StateFeeder(Feeder):
     def __init__(self, model: PreTrainedModel, task: DraftTask, block: int, width: int):
         super().__init__(model, task, task.max_length, block)
         self.width = width
-        self.unfed: list[Tensor] = []  # for each row, (L, H): the states of its positions that are not fed yet
+        self.unfed: list[Tensor] = []  # for each row, (L, F): the features of its positions that are not fed yet
 
     def set_lengths(self, texts: Sequence[Tensor]) -> None:
         """Take note of the texts' lengths: the target has not seen their last tokens."""
@@ -173,19 +170,19 @@ class StateFeeder(Feeder):
     ) -> tuple[Tensor, Slots, dict[str, Tensor]]:
         """Return unfed positions of each row from index `first` on, except its last `but`, as arguments of a forward.
 
-        These are tokens, (B, width), slots, and states, (B, width, H).
+        These are tokens, (B, width), slots, and features, (B, width, F).
         """
-        counts = [len(states_LH) for states_LH in self.unfed]
+        counts = [len(features_LF) for features_LF in self.unfed]
         at = [min(first, count - but) for count in counts]  # a finished row continues after its text
         tokens = [t[len(t) - n + i : len(t) - but][:width] for t, n, i in zip(texts, counts, at, strict=True)]
-        states = [s[i : len(s) - but][:width] for s, i in zip(self.unfed, at, strict=True)]
+        features = [f[i : len(f) - but][:width] for f, i in zip(self.unfed, at, strict=True)]
         slots = [end - count + i for end, count, i in zip(self.lengths.host, counts, at, strict=True)]
-        return pad_right(tokens, width), Slots(slots, self.device), {"states": pad_rows(states, width)}
+        return pad_right(tokens, width), Slots(slots, self.device), {"features": pad_rows(features, width)}
 
     def take_block(self, texts: Sequence[Tensor]) -> tuple[Tensor, Slots, dict[str, Tensor]]:
         """Return all unfed positions as one block, to be fed by the caller."""
         block = self.block_from(texts, 0, max(map(len, self.unfed)))
-        self.unfed = [states_LH[:0] for states_LH in self.unfed]
+        self.unfed = [features_LF[:0] for features_LF in self.unfed]
         return block
 
     def feed_unfed(self, texts: Sequence[Tensor], but: int = 0) -> None:
@@ -198,7 +195,7 @@ class StateFeeder(Feeder):
             for first in range(0, most, self.width):
                 tokens, slots, further = self.block_from(texts, first, min(self.width, most - first), but)
                 self.model.feed(tokens, slots, 1, further=further)
-        self.unfed = [states_LH[len(states_LH) - but :] for states_LH in self.unfed]
+        self.unfed = [features_LF[len(features_LF) - but :] for features_LF in self.unfed]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows."""
@@ -216,7 +213,7 @@ class StepFeeder(StateFeeder):
         """
         if self.model.is_empty:
             self.feed_unfed(texts, but=1)
-        counts = [len(states_LH) for states_LH in self.unfed]
+        counts = [len(features_LF) for features_LF in self.unfed]
         width = min(max(counts), self.width)
         last_BH: Tensor | None = None
         for first in range(0, max(counts), width):
@@ -232,7 +229,7 @@ class StepFeeder(StateFeeder):
             inside = (at >= 0) & (at < width)
             last_BH = here if last_BH is None else here.where(inside[:, None], last_BH)
         assert last_BH is not None
-        self.unfed = [states_LH[:0] for states_LH in self.unfed]
+        self.unfed = [features_LF[:0] for features_LF in self.unfed]
         logits, self.states = self.read(last_BH[:, None])
         return logits
 
@@ -242,7 +239,7 @@ class StepFeeder(StateFeeder):
             self.feed_unfed(texts, but=1)
         elif max(map(len, self.unfed)) > self.width:
             return None
-        ends = torch.tensor([len(states_LH) for states_LH in self.unfed], device=self.device) - 1
+        ends = torch.tensor([len(features_LF) for features_LF in self.unfed], device=self.device) - 1
         tokens, slots, further = self.take_block(texts)
         return ProgramBlock(tokens, slots, torch.arange(tokens.shape[1], device=self.device), ends, ends, further)
 
@@ -253,5 +250,5 @@ def most_positions(task: DraftTask) -> int:
 
 
 def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Return rows of at most `width` states as one tensor, (B, width, H), padded with zeros at the end."""
-    return torch.stack([nn.functional.pad(states, (0, 0, 0, width - len(states))) for states in rows])
+    """Return rows of at most `width` features as one tensor, (B, width, F), padded with zeros at the end."""
+    return torch.stack([nn.functional.pad(features, (0, 0, 0, width - len(features))) for features in rows])

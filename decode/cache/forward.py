@@ -58,6 +58,10 @@ class BlockForward(Forward):
         config = self._config = model.config.get_text_config()
         self.window: int = getattr(config, "sliding_window", None) or 0
 
+    def reading(self, further: Sequence[str]) -> "BlockForward":
+        """Return the same forward with other further inputs."""
+        return BlockForward(self.model, further, self._depths, self._written)  # type: ignore[arg-type]
+
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the varying axes of each input."""
         *_, extras, _ = inputs

@@ -145,17 +145,21 @@ ReadOutput = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 class ModelDraftForward(DraftForward):
-    """A program that drafts with a causal LM over its cache; `read` interprets the model's output."""
+    """A program that drafts with a causal LM over its cache; `read` interprets the model's output.
+
+    A model with further inputs takes for drafted tokens the `states` that `read` returns.
+    """
 
     def __init__(self, block: BlockForward, shape: Tree, vocab_size: int, drawn: bool, read: ReadOutput):
         super().__init__(block.model, shape, vocab_size, drawn, (block.key, read.__qualname__))
-        self._block, self._read = [block], read  # in a list: a submodule would be registered
+        over_states = block.reading(("states",)) if block.further else block
+        self._blocks, self._read = [block, over_states], read  # in a list: submodules would be registered
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the axes of each input that vary."""
         *_, extras, _ = inputs
         first: tuple[Axes, ...] = {0: "b", 1: "k"}, {0: "b"}, {0: "n"}, {}, {0: "l"}, {0: "b"}, {0: "b"}
-        return *first, self.axes_of_draws(), *self._block[0].trailing_axes(extras)
+        return *first, self.axes_of_draws(), *self._blocks[0].trailing_axes(extras)
 
     def forward(
         self,
@@ -175,7 +179,7 @@ class ModelDraftForward(DraftForward):
         `kept` are the columns whose logits are computed, (L,) int64. `at` is the index of each row's last token among
         these, and `ends` among its K tokens, (B,) int64. The other arguments are those of `BlockForward`.
         """
-        (block,), (rows, k) = self._block, tokens.shape
+        (block, over_states), (rows, k) = self._blocks, tokens.shape
         windows, order_K = extras[len(block.further) :], torch.arange(k, device=tokens.device)
         causal, depths = (order_K[:, None] >= order_K).expand(rows, k, k), order_K.expand(rows, k)
         output = block(tokens, starts, slots_N, last, causal, depths, kept, extras, cached)[0]
@@ -190,7 +194,7 @@ class ModelDraftForward(DraftForward):
             before, count = len(fed) - 1, len(level.parents)
             grandparents = [fed.index(self.tree.parents[node]) for node in level.parents]
             fed.extend(level.parents)
-            output = block(
+            output = over_states(
                 drafted.index_select(1, level.fed),
                 draft_starts + before,
                 slots_N,

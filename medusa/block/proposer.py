@@ -37,7 +37,7 @@ from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
 class BlockModel(PreTrainedModel):
-    """The drafter in the form of a causal LM, for `CachedModel`: it is fed either states of a text, or a block."""
+    """The drafter in the form of a causal LM, for `CachedModel`: it is fed either features of a text, or a block."""
 
     config_class = BlockConfig
 
@@ -111,19 +111,20 @@ class BlockModel(PreTrainedModel):
         input_ids: Tensor,
         position_ids: Tensor,
         past_key_values: Any,
-        states: Tensor | None = None,
+        features: Tensor | None = None,
         attention_mask: Tensor | Mapping[str, Tensor] | None = None,
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Return the output head's inputs for the slots of blocks, (B, S, H); with `states` extend the cache instead.
+        """Return the output head's inputs for the slots of blocks, (B, S, H); with `features` extend the cache.
 
-        A block's `input_ids` are (B, S), the anchor first. `states`, (B, L, H), are the fused ones of a text's
+        A block's `input_ids` are (B, S), the anchor first. `features`, (B, L, F), are the target's of a text's
         positions, whose `input_ids` only count by their shape. The mask is additive, (B or 1, 1, S, …), or one for each
         kind of layer.
         """
-        if states is not None:
+        if features is not None:
+            states = self.drafter.fuse(features)
             for layer, own in enumerate(self.drafter.context(states, position_ids)):
                 past_key_values.update(own.keys, own.values, layer)
             return SimpleNamespace(logits=states[:, -1:])
@@ -147,20 +148,20 @@ class BlockModel(PreTrainedModel):
 
 
 class BlockDraftForward(DraftForward):
-    """The forward that feeds the states that the cache lacks, and drafts a block after them.
+    """The forward that feeds the features that the cache lacks, and drafts a block after them.
 
-    `over_states` is a `BlockModel`'s forward over states. If `confident`, the outputs also hold `BlockModel.reached`.
+    `over_text` is a `BlockModel`'s forward over features. If `confident`, the outputs also hold `BlockModel.reached`.
     """
 
     sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter, *HEADS))
 
-    def __init__(self, over_states: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
-        model: Any = over_states.model
+    def __init__(self, over_text: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
+        model: Any = over_text.model
         head = model.head
-        super().__init__(model, shape, vocab_size, drawn, (over_states.key, head.scale, head.softcap, confident))
+        super().__init__(model, shape, vocab_size, drawn, (over_text.key, head.scale, head.softcap, confident))
         self._confident = confident
         block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
-        self._forwards = [over_states, block]  # in a list, their models are no submodules
+        self._forwards = [over_text, block]  # in a list, their models are no submodules
         self._slots = model.config.block_size
 
     def axes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -181,17 +182,17 @@ class BlockDraftForward(DraftForward):
         extras: list[Tensor],
         cached: list[Tensor],
     ) -> list[Tensor]:
-        """Feed each row's `lacking` states, in `extras`, to the slots from `starts` on, and draft after the `ends_B2`.
+        """Feed each row's `lacking` features, in `extras`, to slots from `starts` on, and draft after the `ends_B2`.
 
         These are the texts' last two tokens. The values of `tokens`, (B, L), are ignored. The other arguments are those
         of `BlockForward` and `choose`.
         """
-        over_states, block = self._forwards
+        over_text, block = self._forwards
         (rows, count), model = tokens.shape, cast(BlockModel, self.model)
         order_L, order_S = (torch.arange(size, device=tokens.device) for size in (count, self._slots))
         # The mask of the fed states; their outputs are not used, only their keys and values.
         causal = (order_L[:, None] >= order_L).expand(rows, count, count)
-        over_states(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
+        over_text(tokens, starts, slots_N, last, causal, order_L.expand(rows, count), order_L[:1], extras, cached)
         # The block comes after each row's own states: padding after shorter rows is overwritten or invisible.
         hidden_BSH = block(
             ends_B2[:, 1:].expand(rows, self._slots),
@@ -201,7 +202,7 @@ class BlockDraftForward(DraftForward):
             model.drafter.seen_slots(tokens.device).expand(rows, -1, -1),
             order_S.expand(rows, self._slots),
             order_S,
-            extras[len(over_states.further) :],  # the positions of all slots, where layers have a window
+            extras[len(over_text.further) :],  # the positions of all slots, where layers have a window
             cached,
         )[0]
         logits_after = model.logits_after(self.tree, hidden_BSH, ends_B2, self.vocab_size)
@@ -309,7 +310,7 @@ class BlockProposer(FeatureProposer):
     def _draft_in_program(
         self, texts: Sequence[Tensor], ends_B2: Tensor, draft_lengths: Sequence[int]
     ) -> list[Proposal]:
-        """Feed the states that the cache lacks, and draft, in one call."""
+        """Feed the features that the cache lacks, and draft, in one call."""
         feeder, task, drawn = self.feeder, self.task, self.draws
         if feeder.model.is_empty or max(map(len, feeder.unfed)) > feeder.width:
             feeder.feed_unfed(texts, but=1)

@@ -54,16 +54,18 @@ class EagleModel(PreTrainedModel):
     def forward(
         self,
         input_ids: Tensor,
-        states: Tensor,
         position_ids: Tensor,
         past_key_values: Any,
+        states: Tensor | None = None,
+        features: Tensor | None = None,
         attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Take a step on the next tokens, `input_ids` (B, L), and these positions' states, (B, L, H); extend the cache.
+        """Take a step on the next tokens, `input_ids` (B, L), and these positions' states; extend the cache.
 
+        `states` are the heads' own, (B, L, H); otherwise those of the target's `features`, (B, L, F).
         `attention_mask` is additive, (B or 1, 1, L, S), by the kind of the layer. `logits_to_keep` keeps the last
         positions, or those it lists.
         """
@@ -79,7 +81,9 @@ class EagleModel(PreTrainedModel):
                 return windowed_attention(queries, keys_values, window)
             return fused_attention(queries, *keys_values, is_causal=True)
 
-        assert self.embed is not None
+        if features is not None:
+            states = self.heads.fuse(features)
+        assert self.embed is not None and states is not None
         # A step needs both outputs: the states feed the next step, and the head's inputs give its logits.
         embeddings = self.embed(input_ids).to(states.device, states.dtype)
         step = self.heads(embeddings, states, position_ids, attend=attend)

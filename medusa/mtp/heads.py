@@ -196,15 +196,22 @@ class MtpHeads(DraftingHeads):
     def forward(
         self,
         input_ids: Tensor,
-        states: Tensor,
         position_ids: Tensor,
         past_key_values: Any,
+        states: Tensor | None = None,
+        features: Tensor | None = None,
         attention_mask: Tensor | Mapping[str, Tensor] | None = None,
         use_cache: bool = True,
         logits_to_keep: int = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Run layer `step` at some positions, (B, T), and extend its cache; return its outputs in place of logits."""
+        """Run layer `step` at some positions, (B, T), and extend its cache; return its outputs in place of logits.
+
+        `states` are of an earlier step, (B, T, H); otherwise those of the target's `features`, (B, T, F).
+        """
+        if features is not None:
+            states = self.fuse(features)
+        assert states is not None
         layer, mask = self.step, attention_mask
         if isinstance(mask, Mapping):
             mask = mask[self.config.layer_types[layer]]

@@ -145,11 +145,11 @@ class LayersFeeder(StateFeeder):
         """
         again = self.steps - 1
         if self.model.is_empty or max(map(len, self.unfed)) > self.width:
-            self._settle(texts, [max(0, len(states_LH) - max(1, again)) for states_LH in self.unfed])
+            self._settle(texts, [max(0, len(features_LF) - max(1, again)) for features_LF in self.unfed])
         self.tokens, self.slots, further = self.block_from(texts, 0, max(map(len, self.unfed)))
-        self.ends = torch.tensor([len(states_LH) for states_LH in self.unfed], device=self.device)[:, None] - 1
-        self.unfed = [states_LH[max(0, len(states_LH) - again) :] for states_LH in self.unfed]
-        self.states, self.fed = further["states"], 0
+        self.ends = torch.tensor([len(features_LF) for features_LF in self.unfed], device=self.device)[:, None] - 1
+        self.unfed = [features_LF[max(0, len(features_LF) - again) :] for features_LF in self.unfed]
+        self.states, self.fed = self._heads.fuse(further["features"]), 0
         return self._feed_next()
 
     def feed_nodes(self, tokens: Tensor, offset: int, visible: Tensor | None, depth: int) -> Tensor:
@@ -186,12 +186,12 @@ class LayersFeeder(StateFeeder):
             at = [min(first, count) for count in counts]
             rows = [s[i:count][:width] for s, i, count in zip(self.unfed, at, counts, strict=True)]
             starts = [end - len(s) + i for end, s, i in zip(self.lengths.host, self.unfed, at, strict=True)]
-            states, slots = pad_rows(rows, width), Slots(starts, self.device)
+            states, slots = self._heads.fuse(pad_rows(rows, width)), Slots(starts, self.device)
             for layer in range(self.steps):
                 parts = zip(texts, starts, rows, strict=True)
                 tokens = [text[start + 1 + layer :][: len(row)] for text, start, row in parts]
                 states = self._feed_layer(layer, pad_right(tokens, width), slots, states, whole)
-        self.unfed = [states_LH[count:] for states_LH, count in zip(self.unfed, counts, strict=True)]
+        self.unfed = [features_LF[count:] for features_LF, count in zip(self.unfed, counts, strict=True)]
 
     def _feed_layer(self, layer: int, tokens: Tensor, slots: Slots, states: Tensor, whole: bool = False) -> Tensor:
         self._heads.step, further = layer, {"states": states}
