@@ -227,7 +227,8 @@ class BlockProposer(FeatureProposer):
             least this; 0 proposes all. The decision depends only on earlier tokens, so drafts stay lossless.
 
     Raises:
-        InputError: a tree deeper than a block, or a confidence with a tree or a drafter without a confidence head.
+        InputError: a tree deeper than a block, or wider than the candidates of a head that chooses; a confidence with a
+            tree, or a drafter without a confidence head.
     """
 
     at_once = True
@@ -243,6 +244,9 @@ class BlockProposer(FeatureProposer):
             raise InputError(f"confidence: expected 0 of a drafter without a confidence head, found {confidence:g}")
         if tree is not None and tree.depth > self.longest:
             raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
+        most = drafter.side_head and drafter.side_head.candidates
+        if tree is not None and most is not None and (widest := max(map(len, tree.children))) > most:
+            raise InputError(f"tree: expected at most {most} siblings, the candidates of a guess, found {widest}")
 
     def most_fed(self, task: DraftTask) -> int:
         """Return the most positions that are fed at once."""

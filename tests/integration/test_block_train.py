@@ -407,6 +407,9 @@ def test_a_dflash_drafter_gets_dsparks_heads_without_a_loss(pipeline, tmp_path, 
         loss = refined.compute_loss(refined.heads, batch_of(refined, samples)).item()
         assert loss == pytest.approx(losses[0].item(), rel=1e-6)
         assert f" and a new {title}" in capsys.readouterr().err
+    chosen = untrained(block_configured(pipeline, tmp_path / "on", **earlier, markov_rank=None, selector_rank=4))
+    assert " and a new candidate selector" in capsys.readouterr().err
+    assert (chosen.heads.config.selector_rank, chosen.heads.config.conv_kernel_size) == (4, 0)
     larger.heads.save_pretrained(tmp_path / "dspark")
     with pytest.raises(InputError, match=r"^markov_rank: expected 4, as the heads have, or none, found 3$"):
         untrained(block_configured(pipeline, tmp_path / "no", heads=str(tmp_path / "dspark"), markov_rank=3))

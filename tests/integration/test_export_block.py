@@ -287,6 +287,10 @@ def test_what_dflash_2s_files_say_and_leave_out(target, tmp_path):
     [
         ({"conv_kernel_size": 0}, "a candidate selector without convolutions, which no file of DFlash 2 says; train"),
         (
+            {"selector_rank": 0, "xpress_rank": 2},
+            "convolutions without a candidate selector, which no other tool knows; train with a sel",
+        ),
+        (
             {"selector_rank": 0},
             "convolutions without a candidate selector, which no other tool knows; train with a sel",
         ),

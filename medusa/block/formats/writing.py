@@ -86,14 +86,15 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     for head in drafter.children():
         if isinstance(head, BlockHead) and head.foreign is None:
             return f"a {head.title}, which no other tool knows; take own"
-    if (name := family(config)) == "XPress":
+    name = family(config)
+    if config.selector_rank or config.conv_kernel_size:
+        if (reason := _dflash2_refusal(drafter, format)) is not None:
+            return reason
+    elif name == "XPress":
         if format != "speculators":
             return f"XPress's {drafter.side_head.title}: {drafter.side_head.served}; take speculators"
         if drafter.confidence_head is not None:
             return f"a confidence head, which speculators' {name} does not have; train without confidence"
-    elif config.selector_rank or config.conv_kernel_size:
-        if (reason := _dflash2_refusal(drafter, format)) is not None:
-            return reason
     elif name == "Domino":
         if format != "sglang":
             return f"Domino's {drafter.side_head.title}, which vLLM 0.32 and speculators 0.9 do not know; take sglang"

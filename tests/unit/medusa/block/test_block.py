@@ -354,6 +354,9 @@ def test_what_does_not_fit_is_refused(target):
     drafter = block(target, block_size=1, markov_rank=2)
     with pytest.raises(InputError, match="tree: expected at most the block's depth 1, found 2"):
         BlockProposer(drafter, TREE)
+    few = block(target, **SHAPES["DFlash 2"] | {"selector_top_k": 1})
+    with pytest.raises(InputError, match="tree: expected at most 1 siblings, the candidates of a guess, found 2"):
+        BlockProposer(few, TREE)
     other = tiny_llama(5, 14, layers=3)
     with pytest.raises(InputError, match="block: expected heads with the target's vocab_size 14, found 13"):
         speculative_generate(other, BlockProposer(drafter), PROMPTS, draft_length=1, max_new_tokens=4)
