@@ -20,7 +20,15 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, from_tensors, load_target, round_tensors
+from draftsmith.medusa.checkpoint_files import (
+    CONFIG,
+    WEIGHTS,
+    check_dtype,
+    dtype_name,
+    from_tensors,
+    load_target,
+    round_tensors,
+)
 from draftsmith.train.kinds.export import (
     ExportOptions,
     Served,
@@ -30,6 +38,21 @@ from draftsmith.train.kinds.export import (
 from draftsmith.train.models import DTYPES, empty_model
 
 TOLERANCE = 1e-5  # relative to the largest logit: float32 sums of a few thousand terms, in another order
+
+SIZES = [
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+]
+"""The fields of a decoder layer in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +170,22 @@ class HeadsFormats:
 
     def _proved(self) -> str:
         return f"read back by another process with the same {self.compared}"
+
+
+def speculators_fields(heads: Any, kind: str, architecture: str, drafted: int) -> dict[str, Any]:
+    """Return the fields that the speculators library has in the config.json of all kinds, for rounds of some tokens."""
+    return {
+        "speculators_model_type": kind,
+        "architectures": [architecture],
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted}],
+            "verifier": {"name_or_path": heads.config.base_model_name_or_path or "", "architectures": []},
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name(heads.dtype),
+    }
 
 
 def _readme(source: Path | None) -> str | None:

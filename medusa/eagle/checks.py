@@ -14,14 +14,13 @@ from draftsmith.medusa.checkpoint_files import CONFIG, read_config, read_safeten
 from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.formats.importing import (
-    DEPTHS,
-    EMBEDDINGS,
     TRAINING_ALONE,
     complete_maps,
     import_eagle,
     our_name,
     read_eagle_config,
 )
+from draftsmith.medusa.eagle.formats.writing import DEPTHS, EMBEDDINGS
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
 from draftsmith.medusa.eagle.initial import choose_init, new_heads
 from draftsmith.train.kinds.drafter import DrafterSpec

@@ -31,8 +31,8 @@ class Eagle(FeatureKind):
     grows_trees = True
     tree_key = "eagle_tree"
     cost_remedy = "train heads with a smaller --draft_vocabulary"
-    formats = ("own", "vllm", "sglang")
-    launched, verifiable = ("vllm", "sglang"), ("vllm",)
+    formats = ("own", "vllm", "sglang", "speculators")
+    launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether these are EAGLE-3 heads in any format: the authors', SpecForge's, speculators' or ours."""

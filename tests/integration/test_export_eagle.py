@@ -77,9 +77,15 @@ def test_bad_input_is_one_line(heads_dir, tmp_path, capsys):
         _, err = ran(capsys, "--output", tmp_path / "out", *argv, code=2)
         assert message in err and err.count("\n") == 1
 
-    refused("format: expected one of own, vllm, sglang, found 'modelopt'", "--heads", heads_dir, "--format", "modelopt")
+    refused(
+        "format: expected one of own, vllm, sglang, speculators, found 'modelopt'",
+        "--heads",
+        heads_dir,
+        "--format",
+        "modelopt",
+    )
     refused("by_rank: expected none with EAGLE-3 heads", "--heads", heads_dir, "--format", "vllm", "--by_rank", "true")
-    refused("draft_length: expected it with vllm or sglang, found it with own", "--heads", heads_dir,
+    refused("draft_length: expected it with vllm or sglang or speculators, found it with own", "--heads", heads_dir,
             "--format", "own", "--draft_length", 2)  # fmt: skip
     weights = heads_dir / "model.safetensors"
     save_file({k: v for k, v in load_file(weights).items() if k != "fc.weight"}, weights, metadata={"format": "pt"})

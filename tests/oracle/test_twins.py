@@ -3,14 +3,14 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from in_place import read_in_place
-from oracle.theirs import DEPTHS, MASK_TOKEN, PROMPT, TWINS, Twin, vocabulary_of
+from oracle.theirs import DEPTHS, LOSS_MASK, MASK_TOKEN, PROMPT, TWINS, Twin, vocabulary_of
 from pipelines import TrainingArguments, write_completions
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,6 +21,11 @@ from draftsmith.medusa.block.blocks import Anchors, block_states, tokens_before
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.heads import foreign_names
 from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.eagle.__main__ import train_heads
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.eagle.formats.importing import our_name
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.unrolled import unroll
 from draftsmith.medusa.formats import relative_error
 from draftsmith.scripts import cli
 from draftsmith.train import launch
@@ -106,12 +111,14 @@ def of_target(target: Any, twin: Twin, ids: Tensor) -> Any:
     tokens = vocabulary_of(twin, ids, target.config.vocab_size)
     fields = twin.shape | {"token_map": tokens["t2d"].nonzero()[:, 0] if tokens else None}
     fields |= {"sliding_window": twin.window} if twin.window else {}
+    if not twin.is_block:
+        return EagleHeads.of_target(target, layer_ids=DEPTHS, **fields)
     depths = [depth - 1 for depth in DEPTHS]
     return BlockDrafter.of_target(target, MASK_TOKEN, layers=twin.layers, layer_ids=depths, **fields)
 
 
-def loaded(folder: Path) -> Any:
-    return BlockDrafter.from_pretrained(folder, dtype=torch.float32).eval()
+def loaded(twin: Twin, folder: Path) -> Any:
+    return (BlockDrafter if twin.is_block else EagleHeads).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
@@ -121,40 +128,60 @@ def logits_of(twin: Twin, drafter: Any, target: Any, found: dict[str, Tensor]) -
     with collect_features(target, drafter.layer_ids) as features:
         target(ids)
     embed, positions = target.get_input_embeddings(), torch.arange(ids.shape[1])[None]
+    if not twin.is_block:
+        inputs = embed(ids[:, 1:]), features[0][:, :-1], positions[:, :-1]
+        for k, step in enumerate(unroll(drafter, *inputs, twin.training["num_steps"])):
+            # Step k of the last k rounds has no token to see. The library's window begins at step 0's for all steps.
+            rounds = twin.window - k if twin.narrow and k else step.hidden.shape[1]
+            yield drafter.head(step.hidden)[0, :rounds], found[f"{twin.logits}.{k}"][:rounds]
+        return
     anchors, config = found["anchors"][None], drafter.config
     context = drafter.context(drafter.fuse(features[0]), positions)
     hidden = block_states(drafter, embed, context, Anchors.at(anchors, ids, positions))
     states = drafter.head_states(hidden, tokens_before(drafter, ids, None, anchors), embed)
     head = drafter.head_for(target)
     ours, plain = drafter.whole_head(head)(states)[0], head(drafter.guessing(hidden))[0]
+    # The library's window is of positions before the anchor, for all slots.
+    blocks = anchors[0] <= (twin.window - config.block_size if twin.narrow else len(ids[0]))
 
     def theirs(name: str) -> Tensor:
-        return found[name].unflatten(0, (-1, config.block_size))[:, config.silent :]
+        return found[name].unflatten(0, (-1, config.block_size))[blocks, config.silent :]
 
     if "candidate_logits.0" in found:  # of a few tokens, which it chooses among
-        yield ours.gather(-1, theirs("training_candidate_ids.0")), theirs("candidate_logits.0")
+        yield ours[blocks].gather(-1, theirs("training_candidate_ids.0")), theirs("candidate_logits.0")
         ours = plain
-    yield ours, theirs(f"{twin.logits}.0")
+    yield ours[blocks], theirs(f"{twin.logits}.0")
 
 
-def same_logits(*given: Any) -> None:
-    pairs = list(logits_of(*given))
+def same_logits(twin: Twin, folder: Path, target: Any, output: Path) -> None:
+    pairs = list(logits_of(twin, loaded(twin, folder), target, load_file(output)))
     assert all(ours.shape == logits.shape for ours, logits in pairs)
     assert max(relative_error(ours, logits) for ours, logits in pairs) < EXACT
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_logits_of_their_drafters(target, theirs, imported, name):
-    same_logits(TWINS[name], loaded(imported / name), target, load_file(theirs / f"{name}.safetensors"))
+    same_logits(TWINS[name], imported / name, target, theirs / f"{name}.safetensors")
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_logits_of_ours_in_their_library(target, exported, name):
-    found = load_file(exported / "out" / f"{name}.safetensors")
-    same_logits(TWINS[name], loaded(exported / "made" / name), target, found)
+    same_logits(TWINS[name], exported / "made" / name, target, exported / "out" / f"{name}.safetensors")
 
 
-@pytest.mark.parametrize("name", TWINS)
+def positions_of(twin: Twin, found: dict[str, Tensor], count: int) -> list[Tensor]:
+    """Return the `positions` of a batch in which each guess is learned where the library learns it, and nowhere else.
+
+    Block drafters learn all guesses after the drawn anchors. EAGLE-3 learns every step's guess of the token after each
+    position of the mask, also in rounds that begin in the prompt.
+    """
+    if twin.is_block:
+        return [found["anchors"] - 1] * count
+    at = LOSS_MASK[0].nonzero()[:, 0]
+    return [at - 1 - k for k in range(count)]
+
+
+@pytest.mark.parametrize("name", [name for name, twin in TWINS.items() if not twin.narrow])
 def test_loss_and_gradients(theirs, imported, tmp_path, monkeypatch, name):
     monkeypatch.setattr(launch, "run_training", lambda *_: None)
     found, twin = load_file(theirs / f"{name}.safetensors"), TWINS[name]
@@ -165,18 +192,22 @@ def test_loss_and_gradients(theirs, imported, tmp_path, monkeypatch, name):
         output_dir=str(tmp_path / "out"), per_device_train_batch_size=1, report_to=[], use_cpu=True
     )
     options = {"heads": str(imported / name), "target": str(TARGET), "target_dtype": "float32"} | twin.training
-    trainer: Any = train_block(
-        BlockTrainingConfig(training=arguments, completions=[data], any_target=True, anchors=len(text), **options)
+    options |= {"training": arguments, "completions": [data], "any_target": True}
+    trainer: Any = (
+        train_block(BlockTrainingConfig(anchors=len(text), **options))
+        if twin.is_block
+        else train_heads(EagleTrainingConfig(**options))
     )
     samples = [trainer.data_collator(list(training_examples([data])))]
     ((batch,), _) = trainer.get_batch_samples(iter(samples), 1, torch.device("cpu"))
-    # Learn all guesses after the anchors that the library drew, and no others.
-    batch["positions"] = [batch["positions"][0], *[found["anchors"] - 1] * trainer.count]
+    batch["positions"] = [batch["positions"][0], *positions_of(twin, found, trainer.count)]
     loss = trainer.compute_loss(trainer.heads, batch, num_items_in_batch=found["count"][0])
     loss.backward()
-    names = foreign_names()
-    gradients = {names.get(key, key): parameter.grad for key, parameter in trainer.heads.named_parameters()}
-    expected = {key.removeprefix("grad."): value for key, value in found.items() if key.startswith("grad.")}
+    frozen = () if twin.is_block else ("lm_head.weight",)  # the library's EAGLE-3 keeps the target's
+    name_of = {ours: name for name, ours in foreign_names().items()}
+    named: Callable[[str], str] = (lambda key: name_of.get(key, key)) if twin.is_block else our_name
+    gradients = {key: value.grad for key, value in trainer.heads.named_parameters() if key not in frozen}
+    expected = {named(key.removeprefix("grad.")): value for key, value in found.items() if key.startswith("grad.")}
     assert gradients.keys() == expected.keys()
     errors = {key: relative_error(gradients[key], value) for key, value in expected.items()}
     errors["loss"] = relative_error(loss.detach(), found["loss"])
@@ -191,6 +222,10 @@ def test_their_files_come_back_to_the_bit(theirs, imported, exported, name):
     # Their library means the same by both configs, and ours is that of a drafter that we make.
     before, after = (fields(folder / f"{name}.json") for folder in (theirs, exported / "back"))
     before["speculators_config"]["verifier"]["architectures"] = []
+    if not TWINS[name].is_block:  # our heads do not say how many tokens a server drafts: 4, while nothing is said
+        before["speculators_config"]["proposal_methods"] = after["speculators_config"]["proposal_methods"]
+    if TWINS[name].window is None:  # a size without a layer that has it
+        before["transformer_layer_config"]["sliding_window"] = None
     assert before == after
     assert fields(imported / name / "config.json") == fields(exported / "made" / name / "config.json")
 

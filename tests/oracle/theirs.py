@@ -27,7 +27,7 @@ DEPTHS = [2, 6, 9]
 PROMPT, LENGTH, MASK_TOKEN = 8, 50, 1
 LOSS_MASK = torch.zeros(1, LENGTH).index_fill(1, torch.arange(PROMPT, LENGTH - 1), 1.0)
 """All written tokens but the last one: EAGLE-3's loss there is on a token after the text."""
-WIDE = 2048
+WIDE, NARROW = 2048, 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,11 @@ class Twin:
     cut: bool = False
 
     @property
+    def narrow(self) -> bool:
+        """Whether the window is shorter than the text: the library's training counts it otherwise than servers."""
+        return self.window is not None and self.window < LENGTH
+
+    @property
     def is_block(self) -> bool:
         """Whether it is a block drafter."""
         return self.type != "eagle3"
@@ -60,7 +65,6 @@ class Twin:
 
 BLOCK = {"block_size": 5, "anchor_guesses": False}
 EAGLE = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
-PLAIN_EAGLE = {"norm_before_residual": False, "fc_norm": True}
 FADING = {"decay": exp(-0.25)}
 KL = {"divergence": "forward_kl"} | FADING
 MIXED = {"divergence": {"cross_entropy": 0.1, "tvd": 0.9}} | FADING
@@ -85,6 +89,7 @@ TWINS = {
         training=KL,
     ),
     "DFlash, cut": Twin(type="dflash", loss={"loss_fn": "kl_div"}, shape=BLOCK, training=KL, window=None, cut=True),
+    "DFlash, narrow": Twin(type="dflash", loss={"loss_fn": "kl_div"}, shape=BLOCK, training=KL, window=NARROW),
     "DSpark": Twin(
         type="dspark",
         options={"markov_rank": 16},
@@ -132,6 +137,37 @@ TWINS = {
         training=MIXED,
         logits="unary_logits",
         window=None,
+    ),
+    "EAGLE-3": Twin(
+        type="eagle3",
+        options=EAGLE,
+        loss={"loss_fn": "kl_div", "ttt_steps": 3, "ttt_step_loss_decay": 1.0},
+        shape=EAGLE,
+        training={"divergence": "forward_kl", "decay": 1.0, "num_steps": 3},
+    ),
+    "EAGLE-3, cut": Twin(
+        type="eagle3",
+        options={"fc_norm": True},
+        loss={"loss_fn": "kl_div", "ttt_steps": 4, "ttt_step_loss_decay": 0.8},
+        shape={"norm_before_residual": True, "fc_norm": True},
+        training={"divergence": "forward_kl", "decay": 0.8, "num_steps": 4},
+        window=None,
+        cut=True,
+    ),
+    "EAGLE-3, as its authors have it": Twin(
+        type="eagle3",
+        options={"norm_before_residual": False},
+        loss={"loss_fn": "lk_hybrid", "ttt_steps": 4, "ttt_step_loss_decay": 0.8},
+        training={"divergence": "lk_hybrid", "decay": 0.8, "num_steps": 4},
+        window=None,
+    ),
+    "EAGLE-3, narrow": Twin(
+        type="eagle3",
+        options=EAGLE,
+        loss={"loss_fn": "kl_div", "ttt_steps": 3, "ttt_step_loss_decay": 1.0},
+        shape=EAGLE,
+        training={"num_steps": 3},
+        window=NARROW,
     ),
 }
 

@@ -29,14 +29,14 @@ class ExportOptions:
     """The options of an export."""
 
     format: str | None = None
-    """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang, fasterdecoding or
-    modelopt where the kind supports it. For MTP layers: target, the target's files with these layers in them. With
-    `import_from` it is recognised if not given."""
+    """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang, speculators,
+    fasterdecoding or modelopt where the kind supports it. For MTP layers: target, the target's files with these layers
+    in them. With `import_from` it is recognised if not given."""
     output: str | None = None
     """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full."""
     target: str | None = None
     """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Required to import
-    heads that use its language-model head, hold its embeddings, or name no layers."""
+    heads that use its language-model head, hold its embeddings, or name no layers; and to write such."""
     dtype: str | None = None
     """The weights' type in `output`; that of the heads if not given."""
     draft_length: int | None = None

@@ -24,7 +24,7 @@ from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.base import SLIDING, WINDOWS
 from draftsmith.medusa.block.config import FAMILIES, SPECULATORS
-from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS, SIZES
+from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS
 from draftsmith.medusa.block.heads import HEADS, foreign_fields, foreign_names
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
 from draftsmith.medusa.checkpoint_files import (
@@ -36,6 +36,7 @@ from draftsmith.medusa.checkpoint_files import (
     read_safetensors,
     shards,
 )
+from draftsmith.medusa.formats import SIZES
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
 from draftsmith.train.losses.output_head import head_of

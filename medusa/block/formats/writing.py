@@ -31,24 +31,11 @@ from draftsmith.medusa.block.heads.base import BlockHead
 from draftsmith.medusa.block.heads.dspark import unserved
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
-from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
+from draftsmith.medusa.formats import SIZES, TOLERANCE, relative_error, run_reader, speculators_fields
 from draftsmith.train.kinds.export import unserved_rotation
 from draftsmith.train.losses.output_head import OutputHead
 
 BLOCK_FORMATS = ("own", "vllm", "sglang", "speculators")
-SIZES = [
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "hidden_act",
-    "attention_bias",
-]
 PLACES = 4
 """The positions whose blocks the proof compares."""
 
@@ -200,9 +187,7 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
     """Return config.json as in the speculators library."""
     config = drafter.config
     name = family(config)
-    return {
-        "speculators_model_type": name.lower(),
-        "architectures": [f"{name}DraftModel"],
+    return speculators_fields(drafter, name.lower(), f"{name}DraftModel", config.guesses) | {
         "transformer_layer_config": _layer(drafter),
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
@@ -211,14 +196,6 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
         "sample_from_anchor": config.anchor_guesses,
         "sliding_window_non_causal": config.is_causal is False,
         **_heads(config, name),
-        "speculators_config": {
-            "algorithm": name.lower(),
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.guesses}],
-            "verifier": {"name_or_path": config.base_model_name_or_path or "", "architectures": []},
-        },
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype_name(drafter.dtype),
     }
 
 

@@ -5,13 +5,19 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from draftsmith.medusa.eagle.formats.importing import import_eagle
-from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal, notes, prove_eagle, server_config
+from draftsmith.medusa.eagle.formats.writing import (
+    EAGLE_FORMATS,
+    GAMMA,
+    eagle_refusal,
+    notes,
+    prove_eagle,
+    server_config,
+    tensors,
+)
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.formats import HeadsFormats
 from draftsmith.train.kinds.export import ExportOptions, sglang_command, vllm_command
-
-GAMMA = 4
 
 
 def _imported(heads: EagleHeads, written: str, proved: str) -> list[str]:
@@ -30,7 +36,7 @@ def _launch(
 ) -> list[str]:
     if format == "sglang":
         return [sglang_command(name, speculative["model"], speculative["num_speculative_tokens"], "EAGLE3")]
-    return [vllm_command(name, speculative)] if format == "vllm" else []
+    return [vllm_command(name, speculative)] if format in ("vllm", "speculators") else []
 
 
 FORMATS = HeadsFormats(
@@ -45,4 +51,6 @@ FORMATS = HeadsFormats(
     proposer=lambda heads, draft_length: EagleProposer(heads),
     launch=_launch,
     notes=notes,
+    tensors=tensors,
+    reads_target=lambda heads, format: format == "speculators",
 )

@@ -32,7 +32,8 @@ from draftsmith.medusa.checkpoint_files import (
     read_safetensors,
     shards,
 )
-from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS
+from draftsmith.medusa.eagle.config import SHAPE
+from draftsmith.medusa.eagle.formats.writing import DEPTHS, EAGLE_FORMATS, EMBEDDINGS
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.kinds.export import check_format
@@ -40,8 +41,6 @@ from draftsmith.train.kinds.export import check_format
 PICKLED = "pytorch_model.bin"
 DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")
 """Fields of other tools, or fields that we write anew."""
-EMBEDDINGS = "embed_tokens.weight"
-DEPTHS = "eagle_aux_hidden_state_layer_ids"
 TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_freq$")
 """Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
 
@@ -91,8 +90,8 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
         flat = {"norm_before_residual": True, **layer}
         verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
         flat["base_model_name_or_path"] = verifier.get("name_or_path")
-        names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm")
-        flat |= {name: raw[name] for name in (*names, "norm_output", DEPTHS) if raw.get(name) is not None}
+        names = ("draft_vocab_size", "target_hidden_size", *SHAPE, DEPTHS)
+        flat |= {name: raw[name] for name in names if raw.get(name) is not None}
     else:
         flat = dict(raw)  # the EAGLE authors', SpecForge's or ours
     kind = flat.get("model_type", "llama")

@@ -26,10 +26,15 @@ def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iter
     states. Embeddings are those of the next tokens; T takes the place of N.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if "speculators_model_type" in config:
+        config = config["transformer_layer_config"] | {k: v for k, v in config.items() if k != "model_type"}
+        config["target_hidden_size"] = config.get("target_hidden_size") or config["hidden_size"]
     tensors = {
         name: tensor for path in directory.glob("model*.safetensors") for name, tensor in load_file(path).items()
     }
-    layer = {name.removeprefix("midlayer."): tensor.float() for name, tensor in tensors.items()}
+    layer = {
+        name.removeprefix("midlayer.").removeprefix("layers.0."): tensor.float() for name, tensor in tensors.items()
+    }
     eps, size = config["rms_norm_eps"], config["hidden_size"]
     states_TH = features_TF
     if config["norm_before_fc"]:

@@ -1,27 +1,36 @@
 """EAGLE-3 heads in the formats that servers load, and the proof that another process reads them.
 
-All formats hold `model.safetensors` with the names of the EAGLE authors; their config.json differ. The features after n
+`own`, `vllm` and `sglang` hold `model.safetensors` with the names of the EAGLE authors; `speculators` has names and a
+config.json of its own, with the target's embeddings, which the library takes from there. The features after n
 of the target's layers are n in vLLM 0.32 (`eagle_aux_hidden_state_layer_ids`, first looked up at the top), as in ours.
 SGLang 0.5.23 reads only `eagle_config`, and adds one to it for Llama, Qwen, Mistral and Gemma
 (`set_eagle3_layers_to_capture`): there they are n − 1. So a config with both is right for both.
 """
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
-from draftsmith.medusa.checkpoint_files import dtype_name
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
+from draftsmith.medusa.eagle.config import SHAPE
 from draftsmith.medusa.eagle.formats import readers
 from draftsmith.medusa.eagle.heads import EagleHeads, Step
-from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
+from draftsmith.medusa.formats import SIZES, TOLERANCE, relative_error, run_reader, speculators_fields
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.kinds.export import unserved_rotation
 
-EAGLE_FORMATS = ("own", "vllm", "sglang")
+EAGLE_FORMATS = ("own", "vllm", "sglang", "speculators")
+GAMMA = 4
+"""The tokens that a server drafts in a round if nothing is said."""
+DEPTHS = "eagle_aux_hidden_state_layer_ids"
+EMBEDDINGS = "embed_tokens.weight"
 STEPS = 3
 """The steps of the layer on its own states that the proof compares."""
 
@@ -39,7 +48,9 @@ def eagle_refusal(
         return "attention_bias, which vLLM takes for one after attention too; keep draftsmith's own format"
     if (reason := unserved_rotation(config.rope_parameters)) is not None:
         return f"{reason}; keep draftsmith's own format"
-    if format == "vllm":
+    if format == "speculators" and config.norm_before_fc and config.fc_norm:
+        return "norm_before_fc with fc_norm, where speculators takes one; take vllm"
+    if format != "sglang":
         return None
     if config.window_of(0) is not None:
         return "a window in its layer, which SGLang is not known to keep; take vllm"
@@ -56,43 +67,62 @@ def eagle_refusal(
 
 
 def server_config(heads: EagleHeads, format: str) -> dict[str, Any]:
-    """Return config.json with all fields that vLLM and SGLang look up, with transformers 4 and 5."""
+    """Return config.json as in the speculators library, or with all fields that vLLM and SGLang look up.
+
+    It suits transformers 4 and 5.
+    """
     config = heads.config
-    sizes = (
-        "hidden_size target_hidden_size intermediate_size vocab_size draft_vocab_size num_hidden_layers "
-        "num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps hidden_act "
-        "attention_bias mlp_bias norm_before_residual norm_before_fc fc_norm norm_output base_model_name_or_path"
-    )
     rope = dict(config.rope_parameters)
     # Version 5 of the library reads rope_parameters, version 4 reads rope_theta and rope_scaling.
     turns = {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
     if rope.get("rope_type", "default") != "default":
         turns["rope_scaling"] = rope
     depths = heads.layer_ids
+    layer = {
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in (*SIZES, "mlp_bias")},
+        **turns,
+        "tie_word_embeddings": False,
+    }
+    windowed = config.window_of(0) is not None
+    if windowed or format == "speculators":  # vLLM looks up a layer's window by its kind
+        layer |= {name: getattr(config, name) for name in ("layer_types", "sliding_window")}
+    if len(depths) != 3 or format != "speculators":
+        # Without it vLLM takes the number of depths only from eagle_config, or assumes three.
+        layer["num_aux_hidden_states"] = len(depths)
+    outer = {name: getattr(config, name) for name in ("draft_vocab_size", *SHAPE)} | {DEPTHS: depths}
+    if format == "speculators":
+        fields = speculators_fields(heads, "eagle3", "Eagle3DraftModel", GAMMA)
+        return fields | outer | {"transformer_layer_config": layer | {"use_sliding_window": windowed}}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        **{name: getattr(config, name) for name in sizes.split()},
-        **turns,
-        # vLLM looks up a layer's window by its kind.
-        **({} if config.window_of(0) is None else {n: getattr(config, n) for n in ("layer_types", "sliding_window")}),
-        "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": depths,
-        # Without it vLLM takes the number of depths only from eagle_config, or assumes three.
-        "num_aux_hidden_states": len(depths),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [depth - 1 for depth in depths],
-        },
+        **layer,
+        **outer,
+        **{name: getattr(config, name) for name in ("target_hidden_size", "base_model_name_or_path")},
+        "eagle_config": {"use_aux_hidden_state": True, DEPTHS: [depth - 1 for depth in depths]},
         "torch_dtype": dtype_name(heads.dtype),
     }
 
 
+def tensors(heads: EagleHeads, format: str, target: PreTrainedModel | None) -> dict[str, Tensor]:
+    """Return the tensors by a format's names, for speculators with the target's embeddings."""
+    tensors = dict(heads.state_dict())
+    if format != "speculators":
+        return tensors
+    if target is None:
+        raise InputError("target: expected it for speculators' files, which hold its embeddings, found none")
+    embed: Any = target.get_input_embeddings()
+    embeddings = round_tensors({EMBEDDINGS: embed.weight}, heads.dtype)
+    return embeddings | {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+
+
 def notes(heads: EagleHeads, format: str, target: PreTrainedModel | None) -> list[str]:
     """Return which servers load the files."""
+    config = heads.config
     if format == "own":
         return []
-    config = heads.config
+    if format == "speculators":
+        return ["the speculators library and vLLM 0.32 load it"]
     other = {"vllm": "sglang", "sglang": "vllm"}[format]
     reason, server = eagle_refusal(heads, other, target), {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}[other]
     read = f"{server} loads the same directory"

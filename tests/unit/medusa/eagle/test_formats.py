@@ -76,14 +76,14 @@ def rewritten(directory: Path, change) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("format", EAGLE_FORMATS)
-def test_there_and_back(tmp_path, made, format, name):
-    heads = made(name)
+def test_there_and_back(tmp_path, made, target, format, name):
+    heads, given = made(name), target if format == "speculators" else None
     if eagle_refusal(heads, format) is not None:
         assert format == "sglang" and name in ("normed", "windowed")
         return
-    FORMATS.write(heads, tmp_path / "out", format, readme="card")
+    FORMATS.write(heads, tmp_path / "out", format, readme="card", target=given)
     assert Eagle().recognises_foreign(tmp_path / "out") and (tmp_path / "out" / "README.md").read_text() == "card"
-    read = import_eagle(tmp_path / "out")
+    read = import_eagle(tmp_path / "out", target=given)
     same(read, heads)
     assert read.layer_ids == heads.layer_ids and read.config.base_model_name_or_path == "org/target"
     FORMATS.write(read, tmp_path / "own", "own")
@@ -207,8 +207,14 @@ def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
         "features after the last of 8 layers, which SGLang does not take; take vllm"
     )
     assert "one depth" in str(eagle_refusal(EagleHeads.of_target(target, layer_ids=[2]), "sglang"))
-    with pytest.raises(InputError, match=r"^format: expected one of own, vllm, sglang, found 'modelopt'$"):
+    with pytest.raises(InputError, match=r"^format: expected one of own, vllm, sglang, speculators, found 'modelopt'$"):
         FORMATS.write(made(), tmp_path / "out", "modelopt")
+    with pytest.raises(
+        InputError, match=r"^target: expected it for speculators' files, which hold its embeddings, found"
+    ):
+        FORMATS.write(made(), tmp_path / "out", "speculators")
+    both = EagleHeads.of_target(target, norm_before_fc=True, fc_norm=True)
+    assert "where speculators takes one" in str(eagle_refusal(both, "speculators"))
     assert not (tmp_path / "out").exists()
 
 
