@@ -107,7 +107,9 @@ class LayersConfig(NamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config from a file's fields; raise an InputError if they contradict each other."""
+        """Return the config from a file's fields; raise an InputError if they contradict each other, or are foreign."""
+        if named := config_dict.get("speculators_model_type"):
+            raise InputError(f"a file of speculators ({named}): import it first, by export --import_from")
         check_rope_keys(config_dict)  # the library would silently take one of two contradictory fields
         check_rope(config_dict)
         layers = config_dict.get("num_hidden_layers", cls.num_hidden_layers)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ STOCK, BASELINE = "stock", "baseline_draft"
 SERVER = "server"
 """The kind, in reports, of the drafter of a server that was measured from outside."""
 NONE = "none"
+P_EAGLE = "P-EAGLE"
+"""A kind that we do not have; files of SpecForge with it say that they are a Llama."""
 
 REPORTED: dict[str, DrafterKind | None] = {kind.name: kind for kind in KINDS} | {BASELINE: DraftModel(), SERVER: None}
 """Kinds by their names in reports; None for a drafter that cannot be seen."""
@@ -64,11 +66,22 @@ def kind_of(directory: str) -> DrafterKind:
     require_config(directory, "drafter")
     with reading_errors("drafter", f"a config.json in {directory}"):
         config = PretrainedConfig.get_config_dict(directory)[0]
+    named = _unread(config)
     for kind in KINDS:
-        if kind.recognises(config):
+        if kind.recognises(config) and named != P_EAGLE:
             return kind
     names = ", ".join(kind.title for kind in KINDS if kind.stored)
-    raise InputError(f"drafter: expected one of {names} in {directory}, found a config.json of none of them")
+    raise InputError(
+        f"drafter: expected one of {names} in {directory}, found {named or 'a config.json of none of them'}"
+    )
+
+
+def _unread(config: Mapping[str, Any]) -> str | None:
+    """Return the name of another tool's kind of drafter, if its config says one."""
+    if "PEagle" in str(config.get("architectures")):
+        return P_EAGLE
+    named = config.get("speculators_model_type")
+    return named and f"speculators' {named}"
 
 
 def foreign_kind(directory: str) -> DrafterKind:
@@ -76,8 +89,12 @@ def foreign_kind(directory: str) -> DrafterKind:
     for kind in KINDS:
         if kind.recognises_foreign(Path(directory)):
             return kind
+    from draftsmith.medusa.checkpoint_files import CONFIG, read_config
+
     titles = ", ".join(kind.title for kind in KINDS if kind.formats)
-    raise InputError(f"import_from: expected {titles} in {directory}, found none")
+    path = Path(directory)
+    named = _unread(read_config(path)) if (path / CONFIG).is_file() else None
+    raise InputError(f"import_from: expected {titles} in {directory}, found {named or 'none'}")
 
 
 def parse_drafter(text: str) -> tuple[str | None, DrafterKind, str | None]:

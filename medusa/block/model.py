@@ -17,7 +17,7 @@ heads, V the target's vocabulary, D the drafter's.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ from draftsmith.medusa.block.heads.base import SideHead
 from draftsmith.medusa.block.heads.dflash2 import Convolution
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
+
+LABELS = {"model_type", "auto_map", "torch_dtype", "_name_or_path", "rope_theta", "rope_scaling", "block_tree"}
+"""Fields of config.json that have a reader of their own, or say what another one says too."""
 
 
 class BlockConfig(LayersConfig, Qwen3Config):
@@ -69,6 +72,25 @@ class BlockConfig(LayersConfig, Qwen3Config):
         super().__post_init__(**{"architectures": [self.architecture], **fields, **kwargs})
         if all((kind == SLIDING) == self.is_causal for kind in self.layer_types or ()):
             self.is_causal = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the config from a file's fields; raise an InputError if there is one that ours do not have."""
+        config = super().from_dict(config_dict, **kwargs)
+        if name := cls.unknown(config_dict):
+            raise InputError(f"{name}: expected a field of draftsmith's drafters, or none, found {config_dict[name]!r}")
+        return config
+
+    @classmethod
+    def unknown(cls, config_dict: Mapping[str, Any], *others: str) -> str | None:
+        """Return the first field that says something, and that neither our drafters nor `others` have."""
+        known, fixed = {*LABELS, *others, *(field.name for field in fields(cls))}, dict[str, Any]()  # type: ignore[arg-type]
+        for head in heads.HEADS:
+            known |= set(head.fields)
+            fixed |= head.foreign or {}
+        # Nothing is said by what is false, empty, or the only value that ours can have.
+        said = {name for name, value in config_dict.items() if value and name not in known and fixed.get(name) != value}
+        return min(said, default=None)
 
     def causal(self, layer: int) -> bool:
         """Return whether a layer's slots see no slot after themselves."""

@@ -216,12 +216,81 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     assert config["aux_hidden_state_layer_ids"] == [1, 2] and config["sample_from_anchor"]
     # Its writer leaves out what is Qwen 3's default, such as a window of 4,096.
     config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "use_sliding_window": True}
-    del config["transformer_layer_config"]["sliding_window"]
+    del config["transformer_layer_config"]["sliding_window"], config["sliding_window_non_causal"]
     rewritten(speculators, config)
     read = import_block(speculators).config
     assert (read.window_of(0), read.causal(0), read.windows) == (4096, True, ", a window of 4096 positions")
     rewritten(speculators, config | {"sliding_window_non_causal": True})
     assert not import_block(speculators).config.causal(0)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("name", "both_ways"), [("DFlash", True), ("DFlash, a window", False), ("DFlash, two-sided", True)]
+)
+def test_vllm_lets_layers_of_speculators_files_see_as_much_as_they_learnt_to(target, tmp_path, name, both_ways):
+    """vLLM 0.32 takes `sliding_window_non_causal` for all layers of DFlash, of full attention too."""
+    FORMATS.write(made(target, name), tmp_path / "out", "speculators")
+    assert flat(tmp_path / "out")["sliding_window_non_causal"] == both_ways
+    notes = FORMATS.write(made(target, "DFlash, windows"), tmp_path / "mixed", "speculators")
+    assert "no slot sees those after it in layers of full_attention either" in notes[-1]
+    assert len(FORMATS.write(made(target, "DFlash, windows"), tmp_path / "vllm", "vllm")) == 1
+
+
+WRONG = {
+    "a field": (
+        lambda config, tensors: (config | {"conditioning_source": "target_kv"}, tensors),
+        "conditioning_source",
+    ),
+    "another head": (
+        lambda config, tensors: (config, tensors | {"refiner_head.mix_l": torch.zeros(4, 3, 3)}),
+        "refiner_",
+    ),
+    "another head's rank": (lambda config, tensors: (config | {"xpress_rank": 4}, tensors), "heads: expected one that"),
+    "another attention": (lambda config, tensors: (config | {"attention_mode": "kda"}, tensors), "attention_mode"),
+    "another Markov head": (
+        lambda config, tensors: (config | {"markov_head_type": "gated"}, tensors),
+        "markov_head_type",
+    ),
+}
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("format", ["own", "vllm", "speculators"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_change_the_numbers_is_refused_at_each_door(target, tmp_path, pair_dirs, capsys, name, format):
+    change, message = WRONG[name]
+    out = tmp_path / "out"
+    FORMATS.write(made(target, "DSpark"), out, format)
+    rewritten(out, *change(flat(out), load_file(out / "model.safetensors")))
+    _, err = ran(capsys, "--import_from", out, "--target", pair_dirs[0], "--output", tmp_path / "in", code=2)
+    assert message in err and err.count("\n") == 1
+    if format == "own":
+        _, err = ran(capsys, "--drafter", out, "--format", "vllm", "--output", tmp_path / "in", code=2)
+        assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_says_nothing_of_the_numbers_is_not_refused(target, tmp_path):
+    """Fields of configs of DeepSpec, SpecForge and z-lab, and what is false or empty."""
+    FORMATS.write(made(target, "DSpark"), tmp_path / "out", "vllm")
+    labels = {"auto_map": {"AutoModel": "x"}, "dtype": "float32", "transformers_version": "5.5.3", "eos_token_id": 7}
+    labels |= {"max_window_layers": 5, "use_cache": True, "initializer_range": 0.02, "num_anchors": 512}
+    labels |= {"confidence_head_alpha": 1.0, "conditioning_source": None, "attention_mode": "gqa", "unheard_of": []}
+    rewritten(tmp_path / "out", flat(tmp_path / "out") | labels)
+    same(import_block(tmp_path / "out"), made(target, "DSpark"))
+
+
+def test_more_tokens_than_a_block_was_trained_for_are_refused(target, tmp_path, pair_dirs, capsys):
+    made(target, "DSpark").save_pretrained(tmp_path / "own")
+    flags = ["--target", str(pair_dirs[0]), "--drafter", str(tmp_path / "own"), "--draft_length", "4"]
+    _, err = ran(capsys, "--format", "vllm", "--output", tmp_path / "out", *flags, code=2)
+    assert "draft_length: expected the 3 tokens of a block" in err and err.count("\n") == 1
+    assert cli.main(["generate", "--prompt", "x", *flags]) == 2
+    err = capsys.readouterr().err
+    assert (
+        f"draft_length: expected at most the 3 tokens that {tmp_path / 'own'} was trained to propose, found 4\n" in err
+    )
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -22,10 +22,10 @@ BUDGET = {
     "decode": 13_789,
     "train": 17_186,
     "distill": 2_911,
-    "medusa": 10_965,
-    "scripts": 19_606,
+    "medusa": 11_068,
+    "scripts": 19_623,
     "benchmarks": 2_864,
-    "tests": 59_372,
+    "tests": 59_555,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

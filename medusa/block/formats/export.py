@@ -31,6 +31,10 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
         notes.append(
             "vLLM 0.32 decodes with layers of both kinds only in its second runner (VLLM_USE_V2_MODEL_RUNNER=1)"
         )
+        if format == "speculators" and config.is_causal is None and "DFlash" in family(config):
+            notes.append(
+                "and then no slot sees those after it in layers of full_attention either; take vllm to serve it"
+            )
     if drafter.token_map is not None:
         notes.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens (d2t)")
     return notes

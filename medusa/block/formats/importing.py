@@ -45,6 +45,13 @@ WHAT = "a block drafter"
 TRAINING_ALONE = re.compile(r"^(t2d|verifier_(lm_head|norm)\.weight|.*rotary_emb\.inv_freq)$")
 """Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+FOREIGN = (
+    *("speculators_model_type", "speculators_config", "transformer_layer_config", "aux_hidden_state_layer_ids"),
+    *("dflash_config", "causal", "sample_from_anchor", "sliding_window_non_causal", "dspark_bonus_anchor"),
+    *("eagle_aux_hidden_state_layer_ids", "speculators_version", "num_anchors", "confidence_head_alpha"),
+    *("shift_label", "mlp_bias", "pretraining_tp"),
+)
+"""Other tools' fields that are read into ours or by `draftsmith doctor`, or that no number depends on."""
 TURNS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
@@ -167,12 +174,18 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
         "use_swa": (False, None),
         "swa_window_size": (flat.get("sliding_window"), None),
         "projector_type": ("domino" if flat.get("emb_dim") else "dflash", None),
+        "attention_mode": ("gqa", None),
         "use_aux_hidden_state": (True, None),
         "target_hidden_size": (flat.get("hidden_size"), None),
     }
     for name, known in expected.items():
         if flat.get(name) not in known:
             raise InputError(f"{path}: expected {name} {known[0]}, as our drafters are, found {flat[name]!r}")
+    if odd := BlockConfig.unknown(flat, *expected, *FOREIGN):
+        raise InputError(
+            f"{path}: expected no {odd}, which our drafters do not have, found {flat[odd]!r}; leave it out if no "
+            "number depends on it"
+        )
 
 
 def _check_copies(

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.base import SLIDING
 from draftsmith.medusa.block.blocks import Anchors, attend_to
 from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.heads import family, foreign_fields, foreign_names, side_width
@@ -194,7 +195,8 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": drafter.layer_ids,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.anchor_guesses,
-        "sliding_window_non_causal": config.is_causal is False,
+        # vLLM 0.32 takes it for DFlash's layers of full attention too, which the library lets see the whole block.
+        "sliding_window_non_causal": config.is_causal is False or SLIDING not in config.layer_types,
         **_heads(config, name),
     }
 

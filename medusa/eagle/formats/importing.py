@@ -84,7 +84,9 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
 def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[int] | None = None) -> EagleConfig:
     """Return any of these tools' configs as ours, or raise an InputError; `unsaid` are the default depths."""
     raw, path = read_config(directory, "EAGLE-3 heads"), directory / CONFIG
-    if field(raw, path, "speculators_model_type", str, "") == "eagle3":
+    if named := field(raw, path, "speculators_model_type", str, ""):
+        if named != "eagle3":
+            raise InputError(f"{path}: expected a speculators_model_type of eagle3, found {named!r}")
         layer = field(raw, path, "transformer_layer_config", dict)
         # vLLM 0.32 (`transformers_utils/configs/speculators`, `update_eagle3`) takes the normed residual path.
         flat = {"norm_before_residual": True, **layer}

@@ -48,6 +48,36 @@ def test_a_directory_says_its_kind(directories, name):
     )
 
 
+UNREAD = {
+    "P-EAGLE": {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"]},
+    "P-EAGLE ": {"model_type": "llama", "architectures": ["PEagleDraftModel"]},
+    "speculators' mtp": {"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"]},
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("measure", "--prompts", "p.txt", "--output", "o", "--drafter"),
+        ("generate", "--prompt", "p", "--drafter"),
+        ("doctor", "--drafter"),
+        ("export", "--output", "o", "--format", "vllm", "--drafter"),
+        ("export", "--output", "o", "--import_from"),
+    ],
+    ids=lambda argv: argv[0] + argv[-1],
+)
+def test_kinds_of_other_tools_that_are_not_read_are_named(name, argv, pair_dirs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("p")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(UNREAD[name]))
+    assert cli.main([*argv, "./theirs", "--target", str(pair_dirs[0])]) == 2
+    err = capsys.readouterr().err
+    assert re.search(rf"(drafter|import_from): expected .*EAGLE-3 heads, .* in ./theirs, found {name.strip()}$", err)
+    assert err.count("\n") == 1
+
+
 def test_names_kinds_and_arguments(directories):
     draft = str(directories / "draft")
     for text, expected in (
