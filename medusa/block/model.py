@@ -400,8 +400,8 @@ class BlockDrafter(FeatureHeads):
         side_head = self.side_head
         if side_head.candidates is None:
             return head.finish(projected + side_head.out(side))
-        # Only the candidates' rows of the map are read: a few of a vocabulary's.
         plain, tokens = projected.topk(side_head.candidates)
-        chosen = head.finish(plain + (side[..., None, :] * side_head.out.weight[tokens]).sum(-1))
+        # All rows of the map: programs pack its weight, and no row of it could be read alone.
+        chosen = head.finish(plain + side_head.out(side).gather(-1, tokens))
         nothing = chosen.new_full((*chosen.shape[:-1], projected.shape[-1]), -torch.inf)
         return nothing.scatter(-1, tokens, chosen)

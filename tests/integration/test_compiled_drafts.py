@@ -239,12 +239,13 @@ def test_a_shorter_last_draft_is_a_shorter_program(untraced, kind):
     assert drafted <= {(-1, 0), (-1,)} and (-1, 0) in drafted
 
 
-@pytest.mark.parametrize("kind", ["eagle", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "block", "choosing block"])
 def test_traced_programs_draft_with_weights_that_were_saved_in_half_precision(traced, kind):
     """Their copies lie in bfloat16, which holds all that they hold; everything else stays in float32."""
     made = {
         "eagle": lambda: EagleProposer(rounded(eagle(target()))),
         "block": lambda: BlockProposer(rounded(block(target()))),
+        "choosing block": lambda: BlockProposer(rounded(chosen())),
     }
     prompts = torch.tensor([[3, 4, 5, 3, 4]])
     eager, compiled = (

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 11_068,
     "scripts": 19_623,
     "benchmarks": 2_864,
-    "tests": 59_555,
+    "tests": 59_556,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
