@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, now
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Proposal, Proposer
+from draftsmith.decode.proposers.survival import Survival
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,22 @@ class RoundCosts:
         if draft_length == 0:
             return 1.0
         return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
+
+    def slot_prices(self, draft_length: int, acceptance: float, stops: bool) -> list[float]:
+        """Return the seconds that each slot of a draft costs, per token if its own token were accepted for sure.
+
+        Later slots may be cheaper, as where a forward over two tokens takes longer than one over a single token, but
+        one over three does not. So this is the least over the slots that may follow, whose tokens are accepted at rate
+        `acceptance` each. If drafting `stops` at a cut, a slot that stays also costs the next one's draft.
+        """
+        forwards = [self.verification(1 + k) for k in range(draft_length + 1)]
+        if stops:
+            forwards = [t + min(1 + k, draft_length) * self.draft_step for k, t in enumerate(forwards)]
+        tokens = [acceptance_length([acceptance] * k) for k in range(draft_length)]
+        return [
+            min((forwards[last + 1] - forwards[k]) / tokens[last - k] for last in range(k, draft_length))
+            for k in range(draft_length)
+        ]
 
     def break_even_length(self, draft_length: int, nodes: float | None = None) -> float:
         """Return the τ at which this γ is as fast as plain decoding."""
@@ -159,9 +176,18 @@ def verification_costs(
     return median_seconds(calls, repeats, target.device)
 
 
+FIRST_ROUNDS, FIRST_SPEEDUP = 30, 1.1
+"""How many rounds a plan takes for granted at first that drafting pays, and by how much."""
+SLOW_DECAY = 0.99  # of the speed of drafting: over a hundred rounds, since one brings from one to γ + 1 tokens
+
+
 @dataclass
 class Plan:
     """Chooses γ ≤ `longest` anew each round, from the acceptance over recent rounds of all rows and the costs.
+
+    Chains of drafters that know their confidence are also cut within the round: a slot is verified while the tokens
+    that it and later slots are expected to bring exceed those of recent rounds in the same time. All that this looks
+    at is known before the slot's tokens are, so drafts stay lossless: see `draftsmith.decode.proposers.survival`.
 
     Without measured `costs` it measures the target's before the first round, and the drafter's as it drafts. Under
     sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat them.
@@ -170,70 +196,129 @@ class Plan:
     costs: RoundCosts | None = None
     longest: int = 8
     decay: float = 0.96
+    cut: Survival = field(default_factory=Survival, init=False)
     _accepted: float = field(default=3.0, init=False)
     _rejected: float = field(default=1.0, init=False)
+    _tokens: float = field(default=0.0, init=False)  # a row's, in recent rounds that drafted
+    _seconds: float = field(default=0.0, init=False)  # of these rounds
+    _rows: int = field(default=0, init=False)  # of the last round
+    _started: int = field(default=0, init=False)  # rows of the present call
     _idle: int = field(default=0, init=False)
     _drafting: list[float] = field(default_factory=list, init=False)
-    _target: dict[int, float] | None = field(default=None, init=False)
+    _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
     _proposer: Proposer | None = field(default=None, init=False)
 
     def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
         """Begin with new rows, and measure the target unless its costs were given or measured for such drafts."""
-        self._proposer = proposer
+        self._seconds *= proposer is self._proposer and rows == self._started
+        self._proposer, self._started = proposer, rows
         largest = 1 + proposer.nodes(self.longest)
-        if self.costs is None and (self._target is None or max(self._target) < largest):
-            sizes = sorted({1, 2, (largest + 2) // 2, largest})
-            self._target = verification_costs(target, rows, context, sizes, compiled=compiled)
+        sizes = sorted({1, 2, (largest + 2) // 2, largest})
+        for count in {1, rows}:  # rows that end leave the batch
+            if self.costs is None and max(self._target.get(count, {0: 0.0})) < largest:
+                self._target[count] = verification_costs(target, count, context, sizes, compiled=compiled)
 
-    def draft_length(self) -> int:
-        """Return γ for the next round."""
-        costs, longest, nodes, at_once = self.costs, self.longest, None, False
-        if self._proposer is not None:  # its own limit, and its trees' sizes
-            nodes, at_once = self._proposer.nodes, self._proposer.at_once
-            longest = longest if self._proposer.longest is None else min(longest, self._proposer.longest)
-        if costs is None:
-            if not self._drafting:
-                return min(4, longest)
-            recent = sorted(self._drafting[-15:])  # a median, since the first calls are slow
-            drafting = recent[len(recent) // 2]
-            costs = RoundCosts(
-                self._target or {}, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0
-            )
-        best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), longest, nodes)
-        # While drafting does not pay, every 16th round drafts one token, to notice when it would.
+    def draft_length(self, rows: int = 1) -> int:
+        """Return γ for the next round of this number of rows, and set the levels by which its chains are cut."""
+        longest, nodes, proposer = self.longest, None, self._proposer
+        if proposer is not None:  # its own limit, and its trees' sizes
+            nodes = proposer.nodes
+            longest = longest if proposer.longest is None else min(longest, proposer.longest)
+        if (costs := self._costs(rows)) is None:
+            return min(4, longest)
+        acceptance, plain = self._accepted / (self._accepted + self._rejected), costs.target[1] + costs.plain_overhead
+        best, probe = None, 1
+        if proposer is not None and proposer.cuts:
+            if not self._seconds:  # at first drafting is taken to pay
+                self._seconds, self._tokens = FIRST_ROUNDS * plain, FIRST_ROUNDS * FIRST_SPEEDUP
+            speedup = self._tokens * plain / self._seconds
+            prices = costs.slot_prices(longest, acceptance, proposer.stops)
+            # Plain decoding's rate can always be had.
+            self.cut.levels = [max(speedup, 1.0) * seconds / plain for seconds in prices]
+            if proposer.at_once or proposer.stops:  # what is cut was not drafted in vain
+                best, probe = longest if speedup >= 1 else 0, longest
+        if best is None:
+            best = best_draft_length(costs, acceptance, longest, nodes)
+        # While drafting does not pay, a round drafts now and then, and cuts nothing, to notice when it would: the 16th,
+        # the 32nd, and each time after twice as many, 256 at most, since such a round is dear.
         self._idle = 0 if best else self._idle + 1
-        return 1 if self._idle and self._idle % 16 == 0 else best
+        if self._idle < 16 or (self._idle & (self._idle - 1) and self._idle % 256):
+            return best
+        self.cut.levels = ()
+        return probe
 
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
         """Let the proposer draft for rows with room for `room` tokens each; time it where no costs were given."""
-        gamma = self.draft_length()
+        self._rows = len(room)
+        gamma = self.draft_length(self._rows)
         lengths = [min(gamma, tokens) for tokens in room]
-        if self.costs is not None:
-            return proposer.propose(contexts, lengths)
-        begin = now(target.device)  # waits for the device
+        begin = 0.0 if self.costs is not None else now(target.device)  # waits for the device
         drafts = proposer.propose(contexts, lengths)
-        seconds, depth = now(target.device) - begin, max(draft.tree.depth for draft in drafts)
-        if depth:
-            self._drafting.append(seconds if proposer.at_once else seconds / depth)
+        seconds, depth = 0.0, max(draft.tree.depth for draft in drafts)
+        if self.costs is None:
+            seconds = now(target.device) - begin
+        cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
+        steps = depth
+        if cut:  # the q that stopped a draft was computed
+            steps = min(depth + 1, gamma) if proposer.stops else proposer.nodes(gamma)
+        if steps and self.costs is None:
+            self._drafting.append(seconds if proposer.at_once else seconds / steps)
+        if cut and self._seconds and (costs := self._costs(self._rows)) is not None:
+            kept = SLOW_DECAY ** (16 if self._idle else 1)  # the round stands for some that did not draft
+            self._seconds, self._tokens = (
+                self._seconds * kept + costs.round_seconds(steps, nodes=depth),
+                self._tokens * kept,
+            )
         return drafts
 
-    def observe(self, accepted: int, drafted: int) -> None:
-        """Update the estimate with the result of one row's draft."""
+    def observe(self, accepted: int, draft: Proposal, drafted: int) -> None:
+        """Update the estimates with the result of one row's draft, of whose depths `drafted` count."""
+        if draft.confidence is not None and draft.tree.is_chain:
+            self._tokens += (1 + accepted) / self._rows
+            self.cut.observe(draft.confidence, accepted, drafted)
         if drafted:  # old rounds lose weight; a round has one rejection at most
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
 
+    def _costs(self, rows: int) -> RoundCosts | None:
+        """Return the costs of a round of some rows; None before the drafter was timed."""
+        if self.costs is not None or not self._drafting:
+            return self.costs
+        recent = sorted(self._drafting[-15:])  # a median, since the first calls are slow
+        drafting, at_once = recent[len(recent) // 2], self._proposer is not None and self._proposer.at_once
+        by_rows = {count: self._target[count] for count in (1, self._started)}
+        seconds = {k: interpolate({n: interpolate(t, k) for n, t in by_rows.items()}, rows) for k in by_rows[1]}
+        return RoundCosts(seconds, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0)
+
 
 @dataclass(frozen=True)
 class FixedLength:
-    """A fixed γ in place of a `Plan`."""
+    """A fixed γ in place of a `Plan`; chains end before the first slot whose survival is less than `survival`.
+
+    A row's survival is the product of its confidences up to the slot. A batch's is the mean of its rows'.
+    """
 
     longest: int
+    survival: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least(1).check("draft_length", self.longest)
+        (at_least(0) & at_most(1)).check("survival", self.survival)
+
+    @property
+    def cut(self) -> Survival | None:
+        """A rule that cuts chains; None if nothing does."""
+        return Survival([self.survival], learns=False) if self.survival else None
 
     def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
-        """Measure nothing."""
+        """Measure nothing; raise InputError if nothing says how sure the drafts are."""
+        if self.survival and not proposer.cuts:
+            raise InputError(
+                "survival: expected chains of a drafter that knows its confidence, under the exact rule, found "
+                f"{type(proposer).__name__}"
+            )
 
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
@@ -241,19 +326,16 @@ class FixedLength:
         """Let the proposer draft for rows with room for `room` drafted tokens each."""
         return proposer.propose(contexts, [min(self.longest, tokens) for tokens in room])
 
-    def observe(self, accepted: int, drafted: int) -> None:
+    def observe(self, accepted: int, draft: Proposal, drafted: int) -> None:
         """Learn nothing."""
 
 
-def as_plan(draft_length: "int | Plan | None", longest: int | None = None) -> Plan | FixedLength:
+def as_plan(draft_length: "int | Plan | FixedLength | None", longest: int | None = None) -> Plan | FixedLength:
     """Return the plan itself, a new one for None, or one of a fixed draft length if it is in the proposer's range."""
-    if not isinstance(draft_length, int):
-        return Plan() if draft_length is None else draft_length
-    if draft_length < 1:
-        raise InputError(f"draft_length: expected at least 1, found {draft_length}")
-    if longest is not None and draft_length > longest:
+    plan = FixedLength(draft_length) if isinstance(draft_length, int) else draft_length or Plan()
+    if longest is not None and isinstance(plan, FixedLength) and plan.longest > longest:
         raise InputError(
             f"draft_length: expected at most the {longest} tokens that the draft was trained to propose, found "
-            f"{draft_length}"
+            f"{plan.longest}"
         )
-    return FixedLength(draft_length)
+    return plan

@@ -64,7 +64,7 @@ def speculative_generate(
     proposer: Proposer,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    draft_length: int | Plan | None = 4,
+    draft_length: int | Plan | FixedLength | None = 4,
     rule: str | Rule = "exact",
     seed: int = 0,
     **generate_kwargs: Any,
@@ -77,7 +77,8 @@ def speculative_generate(
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
         draft_length: γ, depth of a draft; less near the length limit. None lets a `Plan` choose it each round from
-            measured costs and acceptance; your own `Plan` keeps its estimates from call to call.
+            measured costs and acceptance; your own `Plan` keeps its estimates from call to call. A `FixedLength` may
+            also cut drafts where they are unlikely to be accepted.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with other levels.
         seed: row i has its own generator, seeded with seed + i; its draws do not depend on the batch.
@@ -109,7 +110,7 @@ def speculative_decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     proposer: Proposer,
-    draft_length: int | Plan | None = 4,
+    draft_length: int | Plan | FixedLength | None = 4,
     rule: str | Rule = "exact",
     compiled: bool = False,
     observer: Observer | None = None,
@@ -170,7 +171,7 @@ def _write(
             target.keep_paths(roots, paths, accepted)
         for row, draft, verdict, emitted in zip(rows, drafts, verdicts, tokens, strict=True):
             round = _recorded(row, draft, verdict, emitted)
-            plan.observe(round.accepted, round.drafted)
+            plan.observe(round.accepted, draft, round.drafted)
             if observer is not None:
                 observer(round)
         # Continue with the texts that have not ended.
@@ -199,6 +200,7 @@ def _task(
         target=model,
         fixed_length=isinstance(plan, FixedLength),
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
+        survival=None if rule.lossy else plan.cut,  # lossy rules read max q
     )
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import pad_right
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.survival import Survival
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
 from draftsmith.decode.replay.texts import AtTokens, Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
@@ -56,7 +57,8 @@ class Proposal:
     siblings' tokens, and all zero where no token is left. None if `siblings` is set, or if the draft is deterministic,
     as at T=0; siblings are then distinct."""
     tree: Tree
-    confidence: Tensor | None = None  # max q in each token's context, (K,)
+    confidence: Tensor | None = None
+    """Max q in each token's context, or the drafter's own estimate of the token's acceptance there, (K,)."""
     siblings: SiblingDraws | None = None  # the distributions of a tree's siblings, in place of `probabilities`
     source: int = 0  # the index of the drafter that drafted it, where several take turns
 
@@ -99,9 +101,16 @@ class Drafts(list[Proposal]):
 
     @classmethod
     def chains(
-        cls, lengths: Sequence[int], tokens_BK: Tensor, q_BKV: Tensor | None, confidence_BK: Tensor | None
+        cls,
+        lengths: Sequence[int],
+        tokens_BK: Tensor,
+        q_BKV: Tensor | None,
+        confidence_BK: Tensor | None,
+        block: Tensor | None = None,
     ) -> "Drafts":
         """Return chains of the given lengths, at most K each; q is None if they are deterministic."""
+        longest = max(lengths)
+        q_BKV = None if q_BKV is None else q_BKV[:, :longest]
         proposals = [
             Proposal(
                 tokens_BK[row, :k],
@@ -111,7 +120,7 @@ class Drafts(list[Proposal]):
             )
             for row, k in enumerate(lengths)
         ]
-        return cls(proposals, tokens_BK, q_BKV)
+        return cls(proposals, tokens_BK[:, :longest], q_BKV, None if block is None else block[:, : 1 + longest])
 
 
 def last_tokens(texts: Sequence[Tensor], count: int) -> Tensor:
@@ -164,6 +173,7 @@ class DraftTask:
     """The greatest γ of drafters that take turns with this one: its cache may lack that many tokens."""
     row_samplers: Sequence[Sampler] = ()
     """Each row's warping; set only where rows differ, because a processor depends on the prompt's length or the row."""
+    survival: Survival | None = None  # cuts the chains of drafters that know their confidence; None cuts nothing
 
     @property
     def samplers(self) -> Sequence[Sampler]:
@@ -201,6 +211,8 @@ class Proposer(ABC):
     """Ascending depths in the target's layers, whose features outcomes hold concatenated: F = H × their number. A
     proposer wants these or hidden states, not both."""
     at_once: bool = False  # whether a draft costs about the same at any length
+    cuts: bool = False  # after `start`, whether drafts end where the task's `survival` says, and hold their confidence
+    stops: bool = False  # after `start`, whether this also saves the drafting of later tokens
     positions: int | None = None  # the longest text that it drafts for, in tokens; None for no limit
     longest: int | None = None  # the greatest depth of its drafts at any draft length; None for no limit
 
@@ -248,6 +260,13 @@ class Proposer(ABC):
             InputError: drafts that replay does not apply to.
         """
         raise InputError(str(self.replay_refusal(task.sampler.do_sample)))
+
+    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
+        """Return the confidence at each text's starts and offsets, (N, K), if its own tokens were drafted before.
+
+        None if chains have none that is known without decoding. Entries after the text's end are 1.
+        """
+        return None
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return a function that gives q after every context of texts; None if q is not a function of the text.

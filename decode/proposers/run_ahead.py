@@ -59,7 +59,9 @@ class RunAheadProposer(DraftModelProposer):
         self._accepted_length = 0  # the cache may hold this many tokens of the text
         # Copies of the processors, as the target's thread uses them at the same time.
         sampler = task.sampler.on(device)
-        largest = super().start(replace(task, sampler=sampler, row_samplers=(), generators=[torch.Generator(device)]))
+        largest = super().start(
+            replace(task, sampler=sampler, row_samplers=(), generators=[torch.Generator(device)], survival=None)
+        )
         self._reseed()
         return largest
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
+from draftsmith.decode.proposers.draft_tree import StaticDraft, TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions, pad_tokens
@@ -118,9 +118,10 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
             self.draws and (self.tree is None or self.task.draw_siblings),
             self.wants_confidence,
             lambda level, tokens: logits_BKV[:, level.depth, None],
+            self.task.survival,
         )
 
-    def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> Drafts:
+    def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> list[Proposal]:
         """Draft the chains that `draft_static_tree` would, in one step for all depths."""
         scores = self.samplers[0].scores(logits_BKV.flatten(0, 1), [])
         drawn_BKV: Tensor | None = None
@@ -133,4 +134,5 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         confidence_BK: Tensor | None = None
         if self.wants_confidence:
             confidence_BK = scores.softmax(-1).amax(-1).view(logits_BKV.shape[:2])
-        return Drafts.chains(draft_lengths, tokens_BK, drawn_BKV, confidence_BK)
+        draft = StaticDraft(tokens_BK, drawn_BKV, confidence=confidence_BK)
+        return draft.drafts(Tree.chain(tokens_BK.shape[1]), draft_lengths, self.task.survival)

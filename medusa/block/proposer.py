@@ -10,6 +10,7 @@ Shape suffixes: B rows, L positions, K guesses, S slots, H hidden, V vocabulary,
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,10 +21,10 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.forward import BlockForward
 from draftsmith.decode.cache.layers import Axes
-from draftsmith.decode.errors import InputError, at_least, at_most
-from draftsmith.decode.proposers.base import Drafts, DraftTask, Proposal
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, read_draft
-from draftsmith.decode.proposers.draft_tree import LogitsAfter, draft_static_tree
+from draftsmith.decode.proposers.draft_tree import Confidence, LogitsAfter, draft_static_tree
 from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
@@ -96,11 +97,11 @@ class BlockModel(PreTrainedModel):
 
         return logits_after
 
-    def reached(self, hidden_BSH: Tensor, ends_B2: Tensor, tokens_BK: Tensor) -> Tensor:
-        """Return the confidence head's probability that all of a chain's tokens up to each are accepted, (B, K)."""
+    def confidence(self, hidden_BSH: Tensor, ends_B2: Tensor, tokens_BK: Tensor) -> Tensor:
+        """Return the confidence head's probability that each token of a chain is accepted after the others, (B, K)."""
         before_BS = torch.cat([ends_B2[:, 1 - self.config.silent :], tokens_BK[:, :-1]], dim=1)
         assert self.embed is not None
-        return self.drafter.confidence(hidden_BSH, before_BS, self.embed).float().sigmoid().cumprod(1)
+        return self.drafter.confidence(hidden_BSH, before_BS, self.embed).float().sigmoid()
 
     def _read(self, before: Tensor) -> Tensor:
         assert self.embed is not None
@@ -150,7 +151,8 @@ class BlockModel(PreTrainedModel):
 class BlockDraftForward(DraftForward):
     """The forward that feeds the features that the cache lacks, and drafts a block after them.
 
-    `over_text` is a `BlockModel`'s forward over features. If `confident`, the outputs also hold `BlockModel.reached`.
+    `over_text` is a `BlockModel`'s forward over features. If `confident`, the confidence is `BlockModel.confidence`, or
+    max q of a drafter without a confidence head.
     """
 
     sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter, *HEADS))
@@ -158,8 +160,9 @@ class BlockDraftForward(DraftForward):
     def __init__(self, over_text: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
         model: Any = over_text.model
         head = model.head
-        super().__init__(model, shape, vocab_size, drawn, (over_text.key, head.scale, head.softcap, confident))
-        self._confident = confident
+        self._estimates = confident and model.drafter.confidence_head is not None
+        key = over_text.key, head.scale, head.softcap, self._estimates
+        super().__init__(model, shape, vocab_size, drawn, key, confident and not self._estimates)
         block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
         self._forwards = [over_text, block]  # in a list, their models are no submodules
         self._slots = model.config.block_size
@@ -207,9 +210,9 @@ class BlockDraftForward(DraftForward):
         )[0]
         logits_after = model.logits_after(self.tree, hidden_BSH, ends_B2, self.vocab_size)
         chosen = self.choose(ends_B2[:, 1:], logits_after, draws)
-        if not self._confident:
+        if not self._estimates:
             return chosen
-        return [*chosen, model.reached(hidden_BSH, ends_B2, chosen[0][:, 1:])]
+        return [*chosen, model.confidence(hidden_BSH, ends_B2, chosen[0][:, 1:])]
 
 
 class BlockProposer(FeatureProposer):
@@ -223,25 +226,17 @@ class BlockProposer(FeatureProposer):
         tree: None drafts chains. A `Tree` has one shape for every round; its siblings are the most likely tokens at
             T=0, and drawn without replacement under sampling.
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
-        confidence: propose a chain's tokens as long as the confidence head's probability that all are accepted is at
-            least this; 0 proposes all. The decision depends only on earlier tokens, so drafts stay lossless.
 
     Raises:
-        InputError: a tree deeper than a block, or wider than the candidates of a head that chooses; a confidence with a
-            tree, or a drafter without a confidence head.
+        InputError: a tree deeper than a block, or wider than the candidates of a head that chooses.
     """
 
     at_once = True
 
-    def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False, confidence: float = 0.0):
+    def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False):
         self._block = BlockModel(drafter)
         super().__init__(drafter, self._block, tree, greedy)
-        self.longest, self.confidence = drafter.config.guesses, confidence
-        (at_least(0) & at_most(1)).check("confidence", confidence)
-        if confidence and tree is not None:
-            raise InputError("confidence: expected a chain, whose length it decides, found a tree")
-        if confidence and drafter.confidence_head is None:
-            raise InputError(f"confidence: expected 0 of a drafter without a confidence head, found {confidence:g}")
+        self.longest = drafter.config.guesses
         if tree is not None and tree.depth > self.longest:
             raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
         most = drafter.side_head and drafter.side_head.candidates
@@ -267,15 +262,15 @@ class BlockProposer(FeatureProposer):
         """Return the number of nodes down to this depth, or the length of a chain."""
         return super().nodes(min(draft_length, self.heads.config.guesses))
 
-    def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse also drafts that the confidence head cuts."""
-        if self.confidence:
-            return "replay: expected drafts of one shape, found some that a confidence cuts: decode them"
-        return super().replay_refusal(do_sample)
-
     def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
         """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.blocks`."""
         return logits_of_blocks(target, self.heads, text)
+
+    def confidence_of(self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, depth: int) -> LogitsOfRounds:
+        """Return the function that gives the confidence head's estimates, or max q without one."""
+        if self.heads.confidence_head is None:
+            return super().confidence_of(target, text, sampler, depth)
+        return logits_of_blocks(target, self.heads, text, confident=True)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return None, because a guess depends on where its block begins."""
@@ -296,20 +291,12 @@ class BlockProposer(FeatureProposer):
         )
         tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
         logits_after = self._block.logits_after(tree, hidden_BSH, ends_B2, self.task.vocab_size)
-        drafts = draft_static_tree(
-            tree, self.samplers, texts, lengths, self.generators, drawn, self.wants_confidence, logits_after
+        confidence: Confidence | bool = self.wants_confidence
+        if self.cuts and self.heads.confidence_head is not None:
+            confidence = partial(self._block.confidence, hidden_BSH, ends_B2)
+        return draft_static_tree(
+            tree, self.samplers, texts, lengths, self.generators, drawn, confidence, logits_after, self.task.survival
         )
-        if not self.confidence:
-            return drafts
-        assert isinstance(drafts, Drafts)
-        reached_BK = self._block.reached(hidden_BSH, ends_B2, drafts.tokens)
-        return [draft.pruned(k) for draft, k in zip(drafts, self._cut(reached_BK, lengths), strict=True)]
-
-    def _cut(self, reached_BK: Tensor, draft_lengths: Sequence[int]) -> list[int]:
-        """Return the length of each row's draft, cut where the confidence falls below the threshold."""
-        # The probabilities only fall. A NaN does not cut: its token is proposed, and verification finds q to be NaN.
-        sure_B = (~(reached_BK < self.confidence)).sum(1)
-        return [min(k, sure) for k, sure in zip(draft_lengths, sure_B.tolist(), strict=True)]
 
     def _draft_in_program(
         self, texts: Sequence[Tensor], ends_B2: Tensor, draft_lengths: Sequence[int]
@@ -323,17 +310,13 @@ class BlockProposer(FeatureProposer):
         lacking = [len(states) for states in feeder.unfed]
         tokens, slots, further = feeder.take_block(texts)
         draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, ends_B2.device)
-        confident = self.confidence > 0
         outputs = feeder.model.compute(
-            (shape.parents, drawn, confident),
-            lambda forward: BlockDraftForward(forward, shape, task.vocab_size, drawn, confident),
+            (shape.parents, drawn, self.cuts),
+            lambda forward: BlockDraftForward(forward, shape, task.vocab_size, drawn, self.cuts),
             tokens,
             slots,
             max(lacking) + self.heads.config.block_size,
             [ends_B2, torch.tensor(lacking, device=ends_B2.device), draws],
             further,
         )
-        if confident:
-            *outputs, reached_BK = outputs
-            draft_lengths = self._cut(reached_BK, draft_lengths)
-        return read_draft(outputs).drafts(shape, draft_lengths)
+        return read_draft(outputs, self.cuts).drafts(shape, draft_lengths, task.survival)

@@ -59,8 +59,8 @@ class HeadsModel(nn.Module):
 class HeadsForward(DraftForward):
     """The forward that drafts a tree of one shape with heads; arguments as in `DraftForward`."""
 
-    def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool):
-        super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),))
+    def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
+        super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),), confident)
 
     @property
     def title(self) -> str:
@@ -141,6 +141,8 @@ class MedusaProposer(TreeProposer):
         if self._in_programs:
             self._programs, self._device, self._dtype = Programs.of(self._model), self.heads.device, self.heads.dtype
             self._ready: dict[Tree, Program] = {}
+        self.cuts = task.survival is not None and tree.is_chain
+        self.stops = self.cuts and not self._in_programs
         return len(tree)
 
     def nodes(self, draft_length: int) -> int:
@@ -176,8 +178,9 @@ class MedusaProposer(TreeProposer):
             lengths,
             [self._generators[row] for row in rows],
             drawn=task.sampler.do_sample and task.draw_siblings,
-            wants_confidence=not task.draw_siblings,  # a lossy rule may ask for it
+            confidence=self.cuts or not task.draw_siblings,  # a lossy rule may ask for it
             logits_after=lambda level, tokens: model.logits(level, hidden, last, tokens),
+            survival=task.survival,
         )
         if len(rows) == len(contexts):
             return proposals
@@ -197,9 +200,9 @@ class MedusaProposer(TreeProposer):
         # Trees of all draft lengths have programs of their own.
         if (program := self._ready.get(tree)) is None:
             assert self._model is not None
-            forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws))
+            forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws), self.cuts)
             program = self._ready[tree] = self._programs.get(forward, inputs)
-        return read_draft(program(*inputs)).drafts(tree, draft_lengths)
+        return read_draft(program(*inputs), self.cuts).drafts(tree, draft_lengths, task.survival)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the hidden state of the last token that was fed and accepted."""

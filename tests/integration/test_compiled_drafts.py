@@ -12,13 +12,14 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from gemma import tiny_gemma
-from specimens import CONFIDENCE, DFLASH2, RECURRENT, TREE, block, eagle, medusa, near, rotated
+from specimens import DFLASH2, RECURRENT, TREE, block, eagle, medusa, near, rotated
 from trained_heads import own_texts, train_heads
 
 from draftsmith.decode import (
     BlindProposer,
     Cascade,
     DraftModelProposer,
+    FixedLength,
     HybridProposer,
     InputError,
     Plan,
@@ -111,14 +112,13 @@ SHAPES = {
     "hydra chain": lambda: MedusaProposer(heads(True), Tree.chain(3)),
     "hydra tree": lambda: MedusaProposer(heads(True), TREE),
     "block chain": lambda: BlockProposer(blocks()),
-    "block chain, cut": lambda: BlockProposer(blocks(), confidence=CONFIDENCE),
     "block tree": lambda: BlockProposer(blocks(), TREE),
     "block chain, windows": lambda: BlockProposer(block(target(), layers=2, layer_types=KINDS, sliding_window=5)),
     "block chain, refined": lambda: BlockProposer(refined()),
     "block tree, refined": lambda: BlockProposer(refined(), TREE),
     "block chain, chosen": lambda: BlockProposer(chosen()),
     "block tree, chosen": lambda: BlockProposer(chosen(), TREE),
-    "block chain, recurrent, cut": lambda: BlockProposer(recurrent(), confidence=CONFIDENCE),
+    "block chain, recurrent": lambda: BlockProposer(recurrent()),
     "block tree, recurrent": lambda: BlockProposer(recurrent(), TREE),
     "block chain, causal": lambda: BlockProposer(block(target(), layers=2, is_causal=True)),
     "block tree, a window": lambda: BlockProposer(block(target(), sliding_window=4, is_causal=False), TREE),
@@ -198,6 +198,29 @@ def test_programs_write_the_eager_tokens(untraced, shape, options):
     of_shape = {"medusa": "HeadsForward", "hydra": "HeadsForward", "block": "BlockDraftForward"}
     assert {"BlockForward", of_shape.get(shape.split()[0], "ModelDraftForward")} <= made
     assert ("CompiledRule" in made) == (options is not GREEDY and "tree" not in shape)
+
+
+LEVELS = {
+    "chain": 0.05,
+    "eagle chain": 0.01,
+    "hydra chain": 0.2,
+    "block chain": 0.2,
+    "block chain, windows": 0.01,
+    "block chain, recurrent": 0.2,
+}
+
+
+@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
+@pytest.mark.parametrize("shape", LEVELS)
+def test_programs_cut_the_eager_drafts(untraced, shape, options):
+    """At a level of survival, which programs find after they drafted: by max q, or by the confidence head."""
+    drafter, cut = SHAPES[shape](), FixedLength(3, LEVELS[shape])
+    both(drafter, options, draft_length=cut, eos_token_id=ending(drafter, target(), options))
+    alone = both(drafter, options, draft_length=cut, rows=1)
+    uncut = speculate(drafter, target(), options, rows=1)
+    drafted, all_drafted = (out.counts.num_draft_tokens / out.counts.num_drafts for out in (alone, uncut))
+    assert 0 < drafted < all_drafted
+    assert any("DraftForward" in name or name == "HeadsForward" for name in kinds(untraced))
 
 
 def test_traced_programs_write_the_eager_tokens(traced):
@@ -304,7 +327,7 @@ class Wavering(Plan):
 
     turn = 0
 
-    def draft_length(self):
+    def draft_length(self, rows=1):
         self.turn += 1
         return (3, 0, 1, 5, 0, 0, 2, 6)[self.turn % 8]
 

@@ -321,7 +321,7 @@ def test_a_plan_that_pauses_loses_no_acceptance_where_forwards_are_compiled(targ
     class Pausing(Plan):
         turn = 0
 
-        def draft_length(self):
+        def draft_length(self, rows=1):
             self.turn += 1
             return 0 if self.turn % 6 in (2, 3, 4) else 3
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specimens import CONFIDENCE, DFLASH2, RECURRENT, block
+from specimens import DFLASH2, RECURRENT, block
 from statistical.test_enumeration import PROMPTS, ROUNDING, compute_in_double, difference, laws, llama  # noqa: F401
 
-from draftsmith.decode import InputError, Tree
+from draftsmith.decode import Tree
 from draftsmith.medusa import BlockProposer
 
 
@@ -94,54 +94,3 @@ def test_a_chain_is_a_tree_of_one_branch(llama, monkeypatch):  # noqa: F811
         llama, BlockProposer(block(llama), Tree.chain(2)), "T=0.7 top-k top-p", PROMPTS[:1], width=1
     )
     assert difference(law, wanted) < ROUNDING
-
-
-class Lengths(BlockProposer):
-    """Remembers how long its drafts are."""
-
-    def propose(self, contexts, draft_lengths):
-        drafts = super().propose(contexts, draft_lengths)
-        self.seen = getattr(self, "seen", set()) | {len(draft.tokens) for draft in drafts}
-        return drafts
-
-
-def cut_law(llama, proposer):  # noqa: F811
-    (law,), (wanted,), _ = laws(llama, proposer, "T=0.7 top-k top-p", PROMPTS[:1], width=1)
-    return difference(law, wanted)
-
-
-def test_drafts_that_confidence_cuts_are_of_several_lengths(llama, monkeypatch):  # noqa: F811
-    compute_in_double(monkeypatch, llama)
-    proposer = Lengths(block(llama, enable_confidence_head=True), confidence=CONFIDENCE)
-    assert cut_law(llama, proposer) < ROUNDING
-    assert len(proposer.seen - {0}) > 1
-
-
-@pytest.mark.parametrize("shape", [{}, DFLASH2], ids=["DSpark", "DFlash 2"])
-def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch, shape):  # noqa: F811
-    """Its confidence sees each token in place of the one before it."""
-    compute_in_double(monkeypatch, llama)
-    proposer = BlockProposer(block(llama, enable_confidence_head=True, **shape), confidence=0.3)
-    if shape:
-        for parameter in proposer.heads.candidate_selector.parameters():
-            torch.nn.init.normal_(parameter)
-    with torch.no_grad():
-        proposer.heads.confidence_head.proj.weight[:, -2:] *= 1000  # sure or not, by the token that it sees
-
-    def reached(hidden_BSH, ends_B2, tokens_BK):
-        logits_BK = proposer.heads.confidence(hidden_BSH, tokens_BK, proposer.draft_model.embed)
-        return logits_BK.float().sigmoid().cumprod(1)
-
-    assert cut_law(llama, proposer) < ROUNDING
-    monkeypatch.setattr(proposer.draft_model, "reached", reached)
-    assert cut_law(llama, proposer) > 1e-4
-
-
-def test_a_confidence_that_nothing_gives_is_refused(llama):  # noqa: F811
-    with pytest.raises(InputError, match=r"^confidence: expected 0 of a drafter without a confidence head, found 0.5$"):
-        BlockProposer(block(llama), confidence=0.5)
-    sure = block(llama, enable_confidence_head=True)
-    with pytest.raises(InputError, match=r"^confidence: expected a chain, whose length it decides, found a tree$"):
-        BlockProposer(sure, Tree.chain(2), confidence=0.5)
-    with pytest.raises(InputError, match=r"^confidence: expected at least 0 and at most 1, found 1.5$"):
-        BlockProposer(sure, confidence=1.5)

@@ -290,8 +290,9 @@ def enumerated(
     prompts: Sequence[Text],
     length: int,
     width: int = 1,
-    draft_length: int = 2,
+    draft_length: Any = 2,
     by_row: bool = False,
+    company: Sequence[Text] = (),
     hidden: Callable[[Text, int], Any] = lambda path, token: None,
     **options: Any,
 ) -> list[Law]:
@@ -303,12 +304,13 @@ def enumerated(
         prompts: decoded together.
         length: new tokens.
         width: rows of each prompt in a run: so many outcomes are followed at once.
-        draft_length: γ.
+        draft_length: γ, or a plan, or a function that makes one anew for each run.
         by_row: verify with the eager reference, a row at a time.
+        company: prompts of further rows, which take the first outcome of each decision.
         hidden: what a state has beside its text and its rounds, given the path and the token that ended the last.
         options: of `generate`.
     """
-    laws = [Law() for _ in prompts]
+    laws = [*(Law() for _ in prompts), *(Law(waiting=[]) for _ in company)]
     eos = options.get("eos_token_id")
 
     def ended(text: Text) -> Text | None:
@@ -318,7 +320,7 @@ def enumerated(
 
     while any(law.waiting for law in laws):
         rows, texts = [], []
-        for law, prompt in zip(laws, prompts, strict=True):
+        for law, prompt in zip(laws, (*prompts, *company), strict=True):
             launched = [law.waiting.pop() for _ in range(min(width, len(law.waiting)))]
             rows += [Row(law, *launch) for launch in launched] or [Row(law, None)]
             texts += [prompt] * (len(rows) - len(texts))
@@ -338,14 +340,15 @@ def enumerated(
         longest = max(map(len, texts))
         ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in texts])
         mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+        plan = draft_length() if callable(draft_length) else draft_length
         with oracle.speaking():
             out = speculative_generate(
-                target, proposer, ids, mask, draft_length=draft_length, rule=Watched(), seed=0,
+                target, proposer, ids, mask, draft_length=plan, rule=Watched(), seed=0,
                 max_new_tokens=length, do_sample=True, **options,
             )  # fmt: skip
         for row, tokens in zip(rows, out.sequences[:, longest:].tolist(), strict=True):
             assert tuple(tokens[: len(row.state[0])]) == row.state[0]
-    return laws
+    return laws[: len(prompts)]
 
 
 def _round(size: int, path: Text, hidden: Callable[[Text, int], Any], token: int) -> tuple[int, Text, Any]:

@@ -110,10 +110,6 @@ def mtp(target: PreTrainedModel, layers: int = 1) -> MtpHeads:
     return shaken(MtpHeads.of_target(target, layers), target)
 
 
-CONFIDENCE = 0.15
-"""At which random confidence heads cut drafts of `LENGTH` to several lengths."""
-
-
 DFLASH2 = {"markov_rank": 0, "selector_rank": 2, "selector_top_k": 3, "conv_kernel_size": 2, "conv_group_size": 4}
 """Its parts, small enough for any tiny target."""
 RECURRENT = {"markov_rank": 0, "emb_dim": 2, "gru_hidden_dim": 3}
@@ -213,21 +209,16 @@ SPECIMENS: dict[str, Specimen] = {
             "recurrent tree": lambda target: BlockProposer(
                 block(target, **RECURRENT, token_map=named_tokens(target)), TREE
             ),
-            "recurrent, anchor guesses nothing, causal, cut by confidence": lambda target: BlockProposer(
+            "recurrent, anchor guesses nothing, causal": lambda target: BlockProposer(
                 block(
                     target,
                     **RECURRENT,
                     block_size=LENGTH + 1,
                     anchor_guesses=False,
                     is_causal=True,
-                    enable_confidence_head=True,
                 ),
-                confidence=CONFIDENCE,
             ),
             "causal tree": lambda target: BlockProposer(block(target, is_causal=True, markov_rank=0), TREE),
-            "cut by confidence": lambda target: BlockProposer(
-                block(target, enable_confidence_head=True), confidence=CONFIDENCE
-            ),
         },
         save_heads(block),
     ),

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 13_789,
+    "decode": 14_107,
     "train": 17_186,
     "distill": 2_911,
-    "medusa": 11_068,
+    "medusa": 11_086,
     "scripts": 19_623,
-    "benchmarks": 2_864,
-    "tests": 59_556,
+    "benchmarks": 3_044,
+    "tests": 59_794,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -69,12 +69,50 @@ def test_a_plan_gives_up_probes_and_comes_back():
     plan = Plan(RoundCosts({1: 1.0, 9: 1.0}, draft_step=0.3), longest=4)
     assert plan.draft_length() > 0
     for _ in range(60):
-        plan.observe(accepted=0, drafted=2)
+        plan.observe(0, chain(2), drafted=2)
     lengths = [plan.draft_length() for _ in range(48)]
-    assert set(lengths) == {0, 1} and sum(lengths) == 3
+    assert [round for round, length in enumerate(lengths, 1) if length] == [16, 32] and max(lengths) == 1
     for _ in range(60):
-        plan.observe(accepted=1, drafted=1)
+        plan.observe(1, chain(1), drafted=1)
     assert plan.draft_length() == 4
+
+
+def chain(length, confidence=None):
+    return Proposal(torch.zeros(length, dtype=torch.long), None, Tree.chain(length), confidence)
+
+
+def test_a_slot_is_priced_with_those_that_may_follow_it():
+    """A second token takes 1 s, a third and a fourth 0.2 s: half of the first slot's tokens go on to the next."""
+    costs = RoundCosts({1: 1.0, 2: 2.0, 3: 2.2, 4: 2.4}, draft_step=0.1)
+    assert costs.slot_prices(3, 0.5, stops=False) == pytest.approx([1.2 / 1.5, 0.2 / 1.0 / 1.0, 0.2])
+    # A slot that stays is followed by the next one's draft, except the last.
+    assert costs.slot_prices(3, 0.0, stops=True) == pytest.approx([1.1, 0.3, 0.2])
+
+
+class Confident(Proposer):
+    """Drafts a chain of known confidence at once, and ends it where the plan says."""
+
+    at_once = cuts = True
+
+    def __init__(self, plan, confidence):
+        self.plan, self.confidence = plan, torch.tensor([confidence])
+
+    def propose(self, contexts, draft_lengths):
+        (length,) = self.plan.cut.cut(self.confidence[:, : draft_lengths[0]], draft_lengths)
+        return [chain(length, self.confidence[0, :length])]
+
+
+def test_a_plan_verifies_what_is_likely_to_be_accepted(target):
+    """A token a second is the least: a slot of 0.2 s is worth a survival of 0.2, and more where rounds bring more."""
+    plan = Plan(RoundCosts({1: 1.0, 9: 2.6}, draft_step=0.0), longest=8)
+    for confidence, length, tokens in (([0.9] * 3 + [0.1] * 5, 3, 4), ([0.1] * 8, 0, 1)):
+        proposer = Confident(plan, confidence)
+        plan.start(target, proposer, 1, 8, False)
+        for _ in range(100):
+            (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [8])
+            plan.observe(min(tokens - 1, draft.tree.depth), draft, draft.tree.depth)
+        assert draft.tree.depth == length
+    plan.observe(0, chain(0), 0)
 
 
 class Clocked(Proposer):

@@ -118,7 +118,7 @@ def test_rounds_without_a_draft_leave_the_cache_right(small):
         def start(self, *arguments):
             pass
 
-        def draft_length(self):
+        def draft_length(self, rows=1):
             self.turn += 1
             return (3, 0, 0, 5, 0, 1, 6)[self.turn % 7]
 

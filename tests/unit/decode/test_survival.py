@@ -1,0 +1,78 @@
+"""Drafts that end by their survival: the rule by hand, and replay against the decoder."""
+
+import pytest
+import torch
+from specimens import block, eagle, near, proposer
+
+from draftsmith.decode import (
+    DraftModelProposer,
+    FixedLength,
+    InputError,
+    autoregressive_generate,
+    replay_acceptance,
+    speculative_generate,
+)
+from draftsmith.decode.proposers.survival import Survival
+from draftsmith.medusa import BlockProposer, EagleProposer
+
+
+@pytest.mark.parametrize("level", [0.0, 0.2, 0.5, 1.0])
+def test_a_slot_is_verified_while_the_mean_survival_is_enough(level):
+    """The slow reference: means of products, of all rows that have room there."""
+    confidence_BK = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.double).sqrt()
+    for rows in confidence_BK.split(4):
+        room = [6, 2, 4, 6]
+        reach_BK = rows.cumprod(1).where(torch.arange(6) < torch.tensor(room)[:, None], 0.0)
+        kept = (reach_BK.mean(0) >= level).double().cumprod(0).sum()
+        assert Survival([level], learns=False).cut(rows, room) == [min(k, int(kept)) for k in room]
+
+
+def test_what_is_not_a_number_cuts_nothing():
+    assert Survival([0.7]).cut(torch.tensor([[0.99, torch.nan, 0.1]]), [3]) == [3]
+
+
+def test_acceptance_is_learned_where_it_is_known():
+    """Of a confidence of 0.55 a third was accepted; what comes after a rejected token says nothing."""
+    survival = Survival([0.4])
+    assert survival.cut(torch.tensor([[0.55, 0.9]]), [2]) == [2]
+    for accepted in [1, 0, 0] * 30:
+        survival.observe(torch.tensor([0.55, 0.05, 0.95]), accepted, drafted=3)
+    assert survival.cut(torch.tensor([[0.55, 0.9]]), [2]) == [0]
+    assert survival._acceptance(0.55) == pytest.approx(1 / 3, abs=0.03)
+    assert survival._acceptance(0.95) == 0.75 and survival._acceptance(0.05) < 0.1
+
+
+MAKE = {
+    "draft": (lambda target: DraftModelProposer(near(target)), 0.0026),
+    "eagle": (lambda target: EagleProposer(eagle(target)), 0.0016),
+    "block": (lambda target: BlockProposer(block(target)), 0.0019),
+    "block, confidence head": (lambda target: BlockProposer(block(target, enable_confidence_head=True)), 0.2),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_replay_counts_the_rounds_of_the_decoder(target, name):
+    torch.manual_seed(3)  # some heads begin at random
+    make, level = MAKE[name]
+    drafter, prompts = make(target), torch.randint(1, 97, (4, 5), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 24, "do_sample": False}
+    written = autoregressive_generate(target, prompts, **options).sequences
+    replay = replay_acceptance(target, drafter, list(written), [5] * 4, [1, 3], 0, max_new_tokens=24, survival=level)
+    drafted = set()
+    for k in (1, 3):
+        for prompt, text, replayed in zip(prompts, written, replay.texts, strict=True):
+            out = speculative_generate(
+                target, drafter, prompt[None], draft_length=FixedLength(k, level), **options,
+                observer=lambda round: drafted.add(round.drafted),
+            )  # fmt: skip
+            assert torch.equal(out.sequences[0], text)
+            assert replayed.counts[k].num_drafts == out.counts.num_drafts
+            assert replayed.counts[k].num_accepted_tokens == out.counts.num_accepted_tokens
+    assert len(drafted - {0}) > 1, drafted
+
+
+def test_replay_without_a_known_confidence_is_refused(target):
+    texts, prompts = [torch.arange(1, 9)], [4]
+    with pytest.raises(InputError, match=r"^survival: expected chains whose confidence is known .*PromptLookupProp"):
+        lookup = proposer("prompt_lookup", "chain", target)
+        replay_acceptance(target, lookup, texts, prompts, [2], allow_biased=True, survival=0.5)
