@@ -1,6 +1,6 @@
 """Trainings side by side: each trains once a seed on the same texts, and what it makes replays the same fresh texts.
 
-    python -m benchmarks.study --config configs/study/kinds.yaml
+    python -m benchmarks.study --config benchmarks/kinds.yaml
     python -m benchmarks.study --recipe distill --output runs/study \
         --variants '{"kl": {"divergence": "forward_kl"}, "tvd": {"divergence": "tvd"}}'
 

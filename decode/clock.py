@@ -11,7 +11,6 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
-CLOCK = time.perf_counter  # a benchmark may count the process's CPU time in its stead
 MOST_CALLS = 4  # the limit of repeats, for a call that compiles every time
 PROGRAMS: list[float] = []  # the seconds that each program took to compile or to read from disk in this process
 
@@ -27,7 +26,7 @@ def now(device: torch.device | None = None) -> float:
     """Return the time in seconds once the device has finished its work; None is the current GPU, if there is one."""
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):
         torch.cuda.synchronize(device)
-    return CLOCK()
+    return time.perf_counter()
 
 
 def timed(call: Callable[[], Result], device: torch.device | None = None) -> tuple[float, Result]:

@@ -199,8 +199,8 @@ def test_what_chooses_refuses_it_before_a_text_is_written(name, place, tmp_path,
 
 
 @pytest.mark.parametrize("family", DECODED)
-def test_measure_takes_the_others(family, place, capsys):
-    fast = ["--measure_costs", "false", "--compiled", "false", "--threads", "1"]
+def test_measure_takes_the_others(family, place, tmp_path, capsys):
+    fast = ["--measure_costs", "false", "--compiled", "false", "--threads", "1", "--output", str(tmp_path)]
     assert refusal(lambda: main([*decoding("measure", place(family)), *fast]), capsys) == ""
 
 

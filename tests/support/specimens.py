@@ -218,7 +218,9 @@ SPECIMENS: dict[str, Specimen] = {
                     is_causal=True,
                 ),
             ),
-            "causal tree": lambda target: BlockProposer(block(target, is_causal=True, markov_rank=0), TREE),
+            "causal tree": lambda target: BlockProposer(
+                block(target, is_causal=True, markov_rank=0, token_map=named_tokens(target)), TREE
+            ),
         },
         save_heads(block),
     ),

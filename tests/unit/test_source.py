@@ -24,8 +24,8 @@ BUDGET = {
     "distill": 2_911,
     "medusa": 11_086,
     "scripts": 19_623,
-    "benchmarks": 3_044,
-    "tests": 59_794,
+    "benchmarks": 3_048,
+    "tests": 59_796,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
