@@ -19,7 +19,8 @@ KINDS = {
     "medusa": (medusa.train_heads, heads_configured, {}),
     "hydra": (medusa.train_heads, heads_configured, {"hydra": True}),
     "lora": (medusa.train_heads, heads_configured, {"backbone": "lora"}),
-    "eagle": (eagle.train_heads, eagle_configured, {}),
+    # A copied layer whose last norm is not scaled.
+    "eagle": (eagle.train_heads, eagle_configured, {"init": "last_layer", "norm_output": True}),
 }
 
 
