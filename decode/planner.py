@@ -5,6 +5,7 @@ tokens, d(γ) the drafting and o the rest. Plain decoding emits one token in t(1
 (theorem 3.8) is the case t(k) = t(1), which no real machine has.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.clock import median_seconds, now
+from draftsmith.decode.clock import median_seconds
 from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Proposal, Proposer
 from draftsmith.decode.proposers.survival import Survival
@@ -181,6 +182,28 @@ FIRST_ROUNDS, FIRST_SPEEDUP = 30, 1.1
 SLOW_DECAY = 0.99  # of the speed of drafting: over a hundred rounds, since one brings from one to γ + 1 tokens
 
 
+class Line:
+    """A line of least squares through points; old ones lose weight."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, x, y, x², x·y
+
+    def add(self, x: float, y: float, most: float) -> None:
+        """Add a point; one that is farther than `most` from the line of earlier ones is moved closer."""
+        if self._sums[0] > 3:
+            y = min(max(y, self.at(x) - most), self.at(x) + most)
+        self._sums = SLOW_DECAY * self._sums + (1.0, x, y, x * x, x * y)
+
+    def at(self, x: float, origin: float | None = None) -> float:
+        """Return the line's value; `origin`, if given, is that of one more point at 0."""
+        weight, xs, ys, xx, xy = self._sums.tolist()
+        if origin is not None:
+            weight, ys = weight + 1, ys + origin
+        # One more in the denominator: points at one x make no slope.
+        slope = (xy - xs * ys / weight) / (xx - xs * xs / weight + 1)
+        return ys / weight + slope * (x - xs / weight)
+
+
 @dataclass
 class Plan:
     """Chooses γ ≤ `longest` anew each round, from the acceptance over recent rounds of all rows and the costs.
@@ -189,8 +212,9 @@ class Plan:
     that it and later slots are expected to bring exceed those of recent rounds in the same time. All that this looks
     at is known before the slot's tokens are, so drafts stay lossless: see `draftsmith.decode.proposers.survival`.
 
-    Without measured `costs` it measures the target's before the first round, and the drafter's as it drafts. Under
-    sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat them.
+    Without measured `costs` it measures the target's before the first round, and learns the rest of a round, drafting
+    included, from the time between drafts. Under sampling the texts then depend on the clock: their distribution is
+    right, but a seed does not repeat them.
     """
 
     costs: RoundCosts | None = None
@@ -199,19 +223,25 @@ class Plan:
     cut: Survival = field(default_factory=Survival, init=False)
     _accepted: float = field(default=3.0, init=False)
     _rejected: float = field(default=1.0, init=False)
-    _tokens: float = field(default=0.0, init=False)  # a row's, in recent rounds that drafted
-    _seconds: float = field(default=0.0, init=False)  # of these rounds
+    # B → a row's tokens in recent rounds that drafted, and the seconds of these rounds
+    _speeds: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
     _rows: int = field(default=0, init=False)  # of the last round
     _started: int = field(default=0, init=False)  # rows of the present call
     _idle: int = field(default=0, init=False)
-    _drafting: list[float] = field(default_factory=list, init=False)
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
+    # B, whether a round drafted → the seconds of such rounds by depth, less t
+    _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
+    _round: tuple[float, tuple[int, bool], int, int] | None = field(default=None, init=False)  # begin, …, nodes
+    _present: RoundCosts | None = field(default=None, init=False)  # of the round
+    _first: bool = field(default=True, init=False)  # the call's first round is not timed: it has the prompts' forward
     _proposer: Proposer | None = field(default=None, init=False)
 
     def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
         """Begin with new rows, and measure the target unless its costs were given or measured for such drafts."""
-        self._seconds *= proposer is self._proposer and rows == self._started
+        if proposer is not self._proposer:
+            self._rests, self._speeds = {}, {}
         self._proposer, self._started = proposer, rows
+        self._round, self._first = None, True
         largest = 1 + proposer.nodes(self.longest)
         sizes = sorted({1, 2, (largest + 2) // 2, largest})
         for count in {1, rows}:  # rows that end leave the batch
@@ -224,14 +254,15 @@ class Plan:
         if proposer is not None:  # its own limit, and its trees' sizes
             nodes = proposer.nodes
             longest = longest if proposer.longest is None else min(longest, proposer.longest)
-        if (costs := self._costs(rows)) is None:
+        self._present = costs = self._costs(rows)
+        if costs is None:
             return min(4, longest)
         acceptance, plain = self._accepted / (self._accepted + self._rejected), costs.target[1] + costs.plain_overhead
         best, probe = None, 1
         if proposer is not None and proposer.cuts:
-            if not self._seconds:  # at first drafting is taken to pay
-                self._seconds, self._tokens = FIRST_ROUNDS * plain, FIRST_ROUNDS * FIRST_SPEEDUP
-            speedup = self._tokens * plain / self._seconds
+            # At first drafting is taken to pay.
+            tokens, seconds = self._speeds.setdefault(rows, (FIRST_ROUNDS * FIRST_SPEEDUP, FIRST_ROUNDS * plain))
+            speedup = tokens * plain / seconds
             prices = costs.slot_prices(longest, acceptance, proposer.stops)
             # Plain decoding's rate can always be had.
             self.cut.levels = [max(speedup, 1.0) * seconds / plain for seconds in prices]
@@ -252,45 +283,64 @@ class Plan:
     ) -> list[Proposal]:
         """Let the proposer draft for rows with room for `room` tokens each; time it where no costs were given."""
         self._rows = len(room)
+        begin, last = time.perf_counter(), self._round
+        if last is not None:  # its tokens have been read on the host
+            since, kind, depth, nodes = last
+            forward = interpolate(self._forwards(kind[0]), 1 + nodes)
+            self._rests.setdefault(kind, Line()).add(depth, begin - since - forward, forward / 4)
         gamma = self.draft_length(self._rows)
-        lengths = [min(gamma, tokens) for tokens in room]
-        begin = 0.0 if self.costs is not None else now(target.device)  # waits for the device
-        drafts = proposer.propose(contexts, lengths)
-        seconds, depth = 0.0, max(draft.tree.depth for draft in drafts)
-        if self.costs is None:
-            seconds = now(target.device) - begin
+        drafts = proposer.propose(contexts, [min(gamma, tokens) for tokens in room])
+        depth, nodes = max(draft.tree.depth for draft in drafts), max(len(draft.tree) for draft in drafts)
         cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
         steps = depth
         if cut:  # the q that stopped a draft was computed
             steps = min(depth + 1, gamma) if proposer.stops else proposer.nodes(gamma)
-        if steps and self.costs is None:
-            self._drafting.append(seconds if proposer.at_once else seconds / steps)
-        if cut and self._seconds and (costs := self._costs(self._rows)) is not None:
+        if cut and self._rows in self._speeds and (costs := self._present) is not None:
             kept = SLOW_DECAY ** (16 if self._idle else 1)  # the round stands for some that did not draft
-            self._seconds, self._tokens = (
-                self._seconds * kept + costs.round_seconds(steps, nodes=depth),
-                self._tokens * kept,
-            )
+            tokens, seconds = self._speeds[self._rows]
+            self._speeds[self._rows] = kept * tokens, kept * seconds + costs.round_seconds(steps, nodes=depth)
+        if self.costs is None and not self._first:
+            self._round = begin, (self._rows, gamma > 0), depth, nodes
+        self._first = False
         return drafts
 
     def observe(self, accepted: int, draft: Proposal, drafted: int) -> None:
         """Update the estimates with the result of one row's draft, of whose depths `drafted` count."""
         if draft.confidence is not None and draft.tree.is_chain:
-            self._tokens += (1 + accepted) / self._rows
+            if self._rows in self._speeds:
+                tokens, seconds = self._speeds[self._rows]
+                self._speeds[self._rows] = tokens + (1 + accepted) / self._rows, seconds
             self.cut.observe(draft.confidence, accepted, drafted)
         if drafted:  # old rounds lose weight; a round has one rejection at most
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
 
-    def _costs(self, rows: int) -> RoundCosts | None:
-        """Return the costs of a round of some rows; None before the drafter was timed."""
-        if self.costs is not None or not self._drafting:
-            return self.costs
-        recent = sorted(self._drafting[-15:])  # a median, since the first calls are slow
-        drafting, at_once = recent[len(recent) // 2], self._proposer is not None and self._proposer.at_once
+    def _forwards(self, rows: int) -> dict[int, float]:
+        """Return k → t(k) for a number of rows."""
         by_rows = {count: self._target[count] for count in (1, self._started)}
-        seconds = {k: interpolate({n: interpolate(t, k) for n, t in by_rows.items()}, rows) for k in by_rows[1]}
-        return RoundCosts(seconds, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0)
+        return {k: interpolate({n: interpolate(t, k) for n, t in by_rows.items()}, rows) for k in by_rows[1]}
+
+    def _costs(self, rows: int) -> RoundCosts | None:
+        """Return the costs of a round of some rows; None before a round that drafted was timed."""
+        if self.costs is not None:
+            return self.costs
+
+        proposer = self._proposer
+        if (drafted := self._rest(rows, True)) is None or proposer is None:
+            return None
+        undrafted, forwards = self._rest(rows, False), self._forwards(rows)
+        plain = forwards[1] + (undrafted.at(0) if undrafted else 0.0)
+        ends = None if proposer.at_once else plain - forwards[1]
+        seconds = {}
+        for depth in range(self.longest + 1):
+            block = 1 + proposer.nodes(depth)
+            seconds[block] = interpolate(forwards, block) + drafted.at(depth, ends)
+        return RoundCosts(seconds, 0.0, plain_overhead=plain - seconds[1])
+
+    def _rest(self, rows: int, drafted: bool) -> Line | None:
+        """Return what is known of the rest of rounds that drafted, or did not, at the nearest number of rows."""
+        counts = [n for n, drafts in self._rests if drafts == drafted]
+        return self._rests[min(counts, key=lambda n: abs(n - rows)), drafted] if counts else None
 
 
 @dataclass(frozen=True)

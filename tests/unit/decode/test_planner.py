@@ -1,5 +1,7 @@
 """Costs, lengths and the choice between them, by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -116,27 +118,45 @@ def test_a_plan_verifies_what_is_likely_to_be_accepted(target):
 
 
 class Clocked(Proposer):
-    """Drafts what was asked for in a time that is its first forward's, or each token's."""
+    """Drafts what was asked for in a time that is its first forward's, or each token's, for a round of 1 s."""
 
     def __init__(self, at_once, clock, longest=None):
         self.at_once, self.clock, self.longest = at_once, clock, longest
 
     def propose(self, contexts, draft_lengths):
-        self.clock[0] += 1.0 if self.at_once else 0.5 * draft_lengths[0]
+        self.clock[0] += 1.0 + (1.0 if self.at_once else 0.5 * draft_lengths[0])
         return [Proposal(torch.zeros(k, dtype=torch.long), None, Tree.chain(k)) for k in draft_lengths]
 
 
 def test_what_drafts_at_once_is_priced_by_the_draft(target, monkeypatch):
     """Four tokens a draft: one forward of 1 s, or four of 0.5 s; where all are accepted the one pays to its longest."""
     clock = [0.0]
-    monkeypatch.setattr(planner, "now", lambda device: clock[0])
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 2: 1.0, 9: 1.0})
     for at_once, longest, best in ((True, 6, 6), (True, None, 8), (False, None, 0)):
         plan, proposer = Plan(), Clocked(at_once, clock, longest)
         plan.start(target, proposer, 1, 8, False)
-        plan.propose(target, proposer, [torch.zeros(3)], [9])
+        for _ in range(3):  # the second round is the first that is timed
+            plan.propose(target, proposer, [torch.zeros(3)], [9])
         plan._accepted, plan._rejected = (1000.0, 1e-9) if at_once else (1.0, 3.0)
         assert plan.draft_length() == best
+
+
+def test_a_plan_learns_what_rounds_take(target, monkeypatch):
+    """A forward takes 1 s at any length, but a round 0.5 s more, and 0.25 s with each drafted token; once 100 s."""
+    clock, plan = [0.0], Plan(longest=4)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.0})
+    proposer = Confident(plan, [0.9] * 4)
+    plan.start(target, proposer, 1, 8, False)
+    for turn in range(60):
+        (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [1 + turn % 4])
+        plan.observe(draft.tree.depth, draft, draft.tree.depth)
+        clock[0] += 100.0 if turn in (0, 20) else 1.5 + 0.25 * draft.tree.depth
+    costs = plan._costs(1)
+    assert [costs.verification(1 + k) for k in range(5)] == pytest.approx([1.5 + 0.25 * k for k in range(5)], abs=0.03)
+    assert costs.target[1] + costs.plain_overhead == 1.0  # plain decoding was never tried
+    assert plan._costs(7) == costs  # the nearest number of rows that is known
 
 
 def test_costs_are_measured(target):
