@@ -229,6 +229,7 @@ class Plan:
     _started: int = field(default=0, init=False)  # rows of the present call
     _idle: int = field(default=0, init=False)
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
+    _seconds: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # the same for other B
     # B, whether a round drafted → the seconds of such rounds by depth, less t
     _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
     _round: tuple[float, tuple[int, bool], int, int] | None = field(default=None, init=False)  # begin, …, nodes
@@ -240,7 +241,7 @@ class Plan:
         """Begin with new rows, and measure the target unless its costs were given or measured for such drafts."""
         if proposer is not self._proposer:
             self._rests, self._speeds = {}, {}
-        self._proposer, self._started = proposer, rows
+        self._proposer, self._started, self._seconds = proposer, rows, {}
         self._round, self._first = None, True
         largest = 1 + proposer.nodes(self.longest)
         sizes = sorted({1, 2, (largest + 2) // 2, largest})
@@ -293,7 +294,7 @@ class Plan:
         depth, nodes = max(draft.tree.depth for draft in drafts), max(len(draft.tree) for draft in drafts)
         cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
         steps = depth
-        if cut:  # the q that stopped a draft was computed
+        if cut:  # the q that stopped a draft was computed, unless the slots before it said enough
             steps = min(depth + 1, gamma) if proposer.stops else proposer.nodes(gamma)
         if cut and self._rows in self._speeds and (costs := self._present) is not None:
             kept = SLOW_DECAY ** (16 if self._idle else 1)  # the round stands for some that did not draft
@@ -316,9 +317,13 @@ class Plan:
             self._rejected = self._rejected * self.decay + (accepted < drafted)
 
     def _forwards(self, rows: int) -> dict[int, float]:
-        """Return k → t(k) for a number of rows."""
-        by_rows = {count: self._target[count] for count in (1, self._started)}
-        return {k: interpolate({n: interpolate(t, k) for n, t in by_rows.items()}, rows) for k in by_rows[1]}
+        """Return k → t(k) for a number of rows of the present call."""
+        if rows not in self._seconds:
+            by_rows = {count: self._target[count] for count in (1, self._started)}
+            self._seconds[rows] = {
+                k: interpolate({n: interpolate(t, k) for n, t in by_rows.items()}, rows) for k in by_rows[1]
+            }
+        return self._seconds[rows]
 
     def _costs(self, rows: int) -> RoundCosts | None:
         """Return the costs of a round of some rows; None before a round that drafted was timed."""

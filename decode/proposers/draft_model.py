@@ -297,6 +297,9 @@ class DraftModelProposer(Proposer):
                         active[row], lengths[row] = False, step
             tokens.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
             active = [alive and step + 1 < k for alive, k in zip(active, lengths, strict=True)]
+            if survival is not None and not survival.expects(step + 1):
+                lengths = [min(k, step + 1) for k in lengths]
+                break
             if not any(active):
                 break
             fed_B1 = tokens[-1][:, None]

@@ -33,17 +33,24 @@ class Survival:
         """Begin a round in which rows draft at most these many tokens."""
         self._draft_lengths, self._survivals = draft_lengths, [1.0] * len(draft_lengths)
 
+    def expects(self, slot: int) -> bool:
+        """Return whether the round's next slot is worth its draft, by what is known before its confidences."""
+        if not slot or not self.levels or not self.learns:
+            return True
+        return self._pays(slot, sum(self._accepted) / sum(self._tried))
+
     def keeps(self, slot: int, confidences: Sequence[float]) -> bool:
         """Return whether the round's next slot is verified, given each row's confidence there."""
         if not self.levels:
             return True
-        total = 0.0
         for row, confidence in enumerate(confidences):
             self._survivals[row] *= self._acceptance(confidence)
-            if slot < self._draft_lengths[row]:
-                total += self._survivals[row]
+        return self._pays(slot)
+
+    def _pays(self, slot: int, acceptance: float = 1.0) -> bool:
+        total = sum(s for s, k in zip(self._survivals, self._draft_lengths, strict=True) if slot < k)
         # NaN does not cut: its token is proposed, and verification finds q to be NaN.
-        return not total < self.levels[min(slot, len(self.levels) - 1)] * len(confidences)
+        return not acceptance * total < self.levels[min(slot, len(self.levels) - 1)] * len(self._survivals)
 
     def cut(self, confidence_BK: Tensor, draft_lengths: Sequence[int]) -> list[int]:
         """Return the lengths of chains whose confidence at each slot is known, (B, K)."""

@@ -42,6 +42,23 @@ def test_acceptance_is_learned_where_it_is_known():
     assert survival._acceptance(0.95) == 0.75 and survival._acceptance(0.05) < 0.1
 
 
+def test_a_slot_that_few_reach_is_not_drafted():
+    """Half and a tenth of two rows survive the first slot, and the second slot's tokens are as good as all."""
+    survival = Survival([0.2, 0.25, 0.2])
+    survival._accepted[5], survival._tried[5] = 50.0, 100.0
+    survival._accepted[0], survival._tried[0] = 10.0, 100.0
+    expected = sum(survival._accepted) / sum(survival._tried) * 0.3
+    for level, pays in ((expected - 0.01, True), (expected + 0.01, False)):
+        survival.levels = [0.2, level]
+        survival.begin([3, 3])
+        assert survival.expects(0) and survival.keeps(0, [0.55, 0.05])
+        assert survival.expects(1) is pays
+    # What is replayed has no earlier rounds.
+    fixed = Survival([0.9], learns=False)
+    fixed.begin([3])
+    assert not fixed.keeps(0, [0.5]) and fixed.expects(1)
+
+
 MAKE = {
     "draft": (lambda target: DraftModelProposer(near(target)), 0.0026),
     "eagle": (lambda target: EagleProposer(eagle(target)), 0.0016),
