@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.clock import compilations, median_seconds
 from draftsmith.decode.errors import InputError, at_least, at_most
 from draftsmith.decode.proposers.base import Proposal, Proposer
 from draftsmith.decode.proposers.survival import Survival
@@ -232,7 +232,8 @@ class Plan:
     _seconds: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # the same for other B
     # B, whether a round drafted → the seconds of such rounds by depth, less t
     _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
-    _round: tuple[float, tuple[int, bool], int, int] | None = field(default=None, init=False)  # begin, …, nodes
+    # Of the last round: its begin, number of rows, whether it drafted, depth, nodes, and earlier compilations
+    _round: tuple[float, tuple[int, bool], int, int, int] | None = field(default=None, init=False)
     _present: RoundCosts | None = field(default=None, init=False)  # of the round
     _first: bool = field(default=True, init=False)  # the call's first round is not timed: it has the prompts' forward
     _proposer: Proposer | None = field(default=None, init=False)
@@ -285,11 +286,11 @@ class Plan:
         """Let the proposer draft for rows with room for `room` tokens each; time it where no costs were given."""
         self._rows = len(room)
         begin, last = time.perf_counter(), self._round
-        if last is not None:  # its tokens have been read on the host
-            since, kind, depth, nodes = last
+        if last is not None and last[-1] == compilations():  # its tokens have been read on the host
+            since, kind, depth, nodes, _ = last
             forward = interpolate(self._forwards(kind[0]), 1 + nodes)
             self._rests.setdefault(kind, Line()).add(depth, begin - since - forward, forward / 4)
-        gamma = self.draft_length(self._rows)
+        gamma, before = self.draft_length(self._rows), compilations()
         drafts = proposer.propose(contexts, [min(gamma, tokens) for tokens in room])
         depth, nodes = max(draft.tree.depth for draft in drafts), max(len(draft.tree) for draft in drafts)
         cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
@@ -301,7 +302,7 @@ class Plan:
             tokens, seconds = self._speeds[self._rows]
             self._speeds[self._rows] = kept * tokens, kept * seconds + costs.round_seconds(steps, nodes=depth)
         if self.costs is None and not self._first:
-            self._round = begin, (self._rows, gamma > 0), depth, nodes
+            self._round = begin, (self._rows, gamma > 0), depth, nodes, before
         self._first = False
         return drafts
 

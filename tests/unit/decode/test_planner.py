@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftsmith.decode import InputError, Proposal, Proposer, Tree, planner
+from draftsmith.decode.clock import PROGRAMS
 from draftsmith.decode.planner import Plan, RoundCosts, acceptance_length, best_draft_length, verification_costs
 
 
@@ -153,6 +154,9 @@ def test_a_plan_learns_what_rounds_take(target, monkeypatch):
         (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [1 + turn % 4])
         plan.observe(draft.tree.depth, draft, draft.tree.depth)
         clock[0] += 100.0 if turn in (0, 20) else 1.5 + 0.25 * draft.tree.depth
+        if turn == 30:  # in which a program was compiled
+            PROGRAMS.append(0.0)
+            clock[0] += 100.0
     costs = plan._costs(1)
     assert [costs.verification(1 + k) for k in range(5)] == pytest.approx([1.5 + 0.25 * k for k in range(5)], abs=0.03)
     assert costs.target[1] + costs.plain_overhead == 1.0  # plain decoding was never tried
