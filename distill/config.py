@@ -144,7 +144,7 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
         """A low learning rate for an existing draft, and a high one for a carved or random draft."""
         if self.init.lora is not None:
             return Defaults(rate=2e-3)
-        return Defaults(rate=5e-4) if self.draft is not None else Defaults(rate=1e-2, muon=True)
+        return Defaults(rate=5e-4) if self.draft is not None else Defaults(rate=1e-2, muon_rate=1e-2)
 
     @property
     def stored_as(self) -> str:

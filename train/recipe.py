@@ -191,7 +191,7 @@ class RecipeConfig(TargetOptions, TeacherOptions):
         if self.optimizer != "auto":
             return self.optimizer == "muon"
         optim = type(self.training).__dataclass_fields__["optim"].default
-        return self.defaults.muon and not sharded and self.training.optim == optim
+        return self.defaults.muon_rate is not None and not sharded and self.training.optim == optim
 
     @property
     def states_given(self) -> str | None:

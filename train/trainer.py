@@ -95,9 +95,8 @@ class RecipeTrainer(SavingTrainer, ABC):
         self.target_ends: Any = target
         if config.states_given:  # batches hold the target's states or distributions: it is not run, nor moved
             target = None
-        rate_given = config.training.learning_rate is not None
+        rate_given, width = config.training.learning_rate is not None, model.config.get_text_config().hidden_size
         if not rate_given:
-            width = model.config.get_text_config().hidden_size
             config.training.learning_rate = config.defaults.learning_rate(width)
         models = [part for part in (model, target) if part is not None]
         bounds = wants_bounds(*(part for part in models if isinstance(part, PreTrainedModel)))
@@ -107,6 +106,8 @@ class RecipeTrainer(SavingTrainer, ABC):
         data |= {"data_collator": CompletionCollator(tokenizer, *options), "processing_class": tokenizer}
         with argument_errors():
             super().__init__(model=model, args=config.training, **data, **kwargs)
+        if not rate_given:  # only now is it known whether the drafter is sharded
+            self.args.learning_rate = config.defaults.learning_rate(width, self.muon)
         if self.pop_callback(ProgressCallback):
             self.add_callback(TrainingProgress)
         if config.patience is not None:

@@ -56,9 +56,10 @@ class EagleTrainingConfig(HeadsConfig):
 
     @property
     def defaults(self) -> Defaults:
-        """A lower learning rate for a layer that begins at random, and for heads of an earlier run."""
-        rate = 5e-4 if self.heads is not None else 2e-3 if self.shape["norm_before_residual"] else 4e-3
-        return Defaults(rate=rate)
+        """Muon for a layer that begins at random, and a lower rate for heads of an earlier run (docs/log/peer.md)."""
+        if self.heads is not None:
+            return Defaults(rate=5e-4)
+        return Defaults(rate=2e-3, muon_rate=1e-2) if self.shape["norm_before_residual"] else Defaults(rate=4e-3)
 
 
 @dataclass

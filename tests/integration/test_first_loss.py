@@ -60,6 +60,6 @@ def test_a_new_draft_is_trained_by_muon_at_the_rate_of_its_width(pipeline, tmp_p
     training = {"max_steps": 1, "learning_rate": None}
     options = {"draft": None, "init": DraftInit(1), "training": training}
     trainer = distillation.distill(configured(pipeline, tmp_path, **options))
-    rate = trainer.config.defaults.learning_rate(trainer.draft.config.hidden_size)
+    rate = trainer.config.defaults.learning_rate(trainer.draft.config.hidden_size, muon=True)
     assert isinstance(trainer.optimizer.optimizer, MuonAdamW) and trainer.args.learning_rate == rate
     assert f"optimizer: Muon, learning rate {rate:g}" in capsys.readouterr().err

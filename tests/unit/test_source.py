@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 14_174,
-    "train": 17_186,
+    "decode": 14_175,
+    "train": 17_188,
     "distill": 2_911,
-    "medusa": 11_086,
+    "medusa": 11_093,
     "scripts": 19_623,
     "benchmarks": 3_048,
-    "tests": 59_832,
+    "tests": 59_850,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

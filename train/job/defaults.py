@@ -24,14 +24,14 @@ TRAINING: dict[str, Any] = {
 class Defaults:
     """The default optimizer and learning rate of a kind of drafter."""
 
-    rate: float  # the learning rate at a hidden size of `WIDTH`
-    muon: bool = False
-    """Muon on the matrices if nothing is sharded. Otherwise AdamW, at the same rate: Muon's updates are scaled to suit
-    AdamW's rate (`train/job/optimizer.py`)."""
+    rate: float  # AdamW's learning rate at a hidden size of `WIDTH`
+    muon_rate: float | None = None
+    """The rate with Muon on the matrices, which is the default if nothing is sharded; None: AdamW is."""
 
-    def learning_rate(self, width: int) -> float:
+    def learning_rate(self, width: int, muon: bool = False) -> float:
         """Return the rate for a hidden size, to two digits.
 
         It falls in inverse proportion, as Adam's rate must (Yang et al. 2022, arXiv 2203.03466, table 3).
         """
-        return float(f"{self.rate * WIDTH / width:.1e}")
+        rate = self.muon_rate if muon and self.muon_rate is not None else self.rate
+        return float(f"{rate * WIDTH / width:.1e}")

@@ -67,7 +67,8 @@ class MuonAdamW(torch.optim.Optimizer):
             ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         embeddings = {id(p) for end in ends for p in end.parameters()}
         parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]
+        # A matrix of one row, such as a confidence head's, is a vector.
+        matrices = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and id(p) not in embeddings]
         muon_ids = {id(p) for p in matrices}
         rest = [p for p in parameters if id(p) not in muon_ids]
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})

@@ -121,11 +121,11 @@ def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> i
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        n, is_matrix = parameter.numel(), parameter.ndim == 2
+        n, is_matrix = parameter.numel(), parameter.ndim == 2 and min(parameter.shape) > 1
         if name == "sgd":
             continue
         if name == "adafactor":
-            total += 4 * (sum(parameter.shape) if is_matrix else n)
+            total += 4 * (sum(parameter.shape) if parameter.ndim == 2 else n)
         elif name in LION or (name == "muon" and is_matrix and id(parameter) not in closed):
             total += 4 * n
         elif name in ADAM_8BIT and n >= SMALL and id(parameter) not in closed:

@@ -104,6 +104,13 @@ def test_muon_takes_the_hidden_matrices_and_adamw_embeddings_and_vectors():
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_a_matrix_of_one_row_is_a_vector():
+    model = trainable()
+    model.confidence = nn.Linear(16, 1, bias=False)
+    _, adamw = MuonAdamW(model, lr=1e-2, weight_decay=0.1).param_groups
+    assert any(p is model.confidence.weight for p in adamw["params"])
+
+
 def test_frozen_parameters_stay():
     model = trainable(tie_word_embeddings=True)
     model.model.embed_tokens.requires_grad_(False)

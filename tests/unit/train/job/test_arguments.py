@@ -10,6 +10,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig, DistillPlanConfig, DraftInit
+from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.cli import main
@@ -127,6 +128,8 @@ CARVED = [*RUN, "--init.layers", "4"]
 
 def test_wider_drafters_learn_at_a_smaller_rate():
     assert [Defaults(1e-2).learning_rate(width) for width in (128, 256, 576, 4064)] == [2e-2, 1e-2, 4.4e-3, 6.3e-4]
+    both = Defaults(1e-3, muon_rate=1e-2)
+    assert [both.learning_rate(576, muon) for muon in (False, True)] == [4.4e-4, 4.4e-3]
 
 
 def test_what_nobody_gave_is_the_recipes_own():
@@ -185,10 +188,14 @@ def of(kind, **options):
         (of(DistillConfig, draft="d"), False, False),
         (of(DistillConfig, draft="d", optimizer="muon"), True, True),  # and is refused where it is sharded
         (of(MedusaTrainingConfig), False, False),
-        (of(EagleTrainingConfig), False, False),
+        (of(EagleTrainingConfig), True, False),
+        (of(EagleTrainingConfig, init="last_layer"), False, False),
+        (of(EagleTrainingConfig, heads="h"), False, False),
+        (of(BlockTrainingConfig), True, False),
+        (of(BlockTrainingConfig, heads="h"), False, False),
     ],
 )
-def test_muon_is_chosen_for_new_drafts_that_are_not_sharded(config, muon, sharded):
+def test_muon_is_chosen_for_new_drafters_that_are_not_sharded(config, muon, sharded):
     assert (config.uses_muon(sharded=False), config.uses_muon(sharded=True)) == (muon, sharded)
 
 
