@@ -308,6 +308,15 @@ def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path, options):
     assert history(parts, "grad_norm") == pytest.approx(history(one, "grad_norm"), rel=1e-4)
 
 
+def test_muon_has_a_rate_of_its_own(pipeline, tmp_path, capsys):
+    training = {"max_steps": 1, "learning_rate": None}
+    trainer = command.train_block(block_configured(pipeline, tmp_path, optimizer="auto", training=training))
+    defaults, width = trainer.config.defaults, trainer.heads.config.hidden_size
+    rate = defaults.learning_rate(width, muon=True)
+    assert trainer.args.learning_rate == rate > defaults.learning_rate(width)
+    assert f"optimizer: Muon, learning rate {rate:g}" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_to_the_bit(pipeline, tmp_path):
     """Behind any step: that anchors are drawn anew each step does not matter."""
 

@@ -32,6 +32,7 @@ from draftsmith.train.runs import save_model
 WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]
 
 
+ADAMW = {"optimizer": "trainer"}  # Muon gives all directions one size, those of last bits too: runs cannot be compared
 LAST_BITS = 5e-5
 """What weights may differ by after some steps of 3e-3 on gradients that were summed in another order: AdamW divides by
 their size, so that of those that are nearly nothing the last bits make a hundredth of a step. Wrong ones make whole
@@ -95,11 +96,11 @@ def heads_configured(pipeline: Path, output: Path, **options) -> MedusaTrainingC
 
 
 def eagle_configured(pipeline: Path, output: Path, **options) -> EagleTrainingConfig:
-    return _configured(EagleTrainingConfig, pipeline, output, **{"num_steps": 3} | options)
+    return _configured(EagleTrainingConfig, pipeline, output, **{"num_steps": 3} | ADAMW | options)
 
 
 def block_configured(pipeline: Path, output: Path, **options) -> BlockTrainingConfig:
-    return _configured(BlockTrainingConfig, pipeline, output, **{"block_size": 3, "markov_rank": 4} | options)
+    return _configured(BlockTrainingConfig, pipeline, output, **{"block_size": 3, "markov_rank": 4} | ADAMW | options)
 
 
 def mtp_configured(pipeline: Path, output: Path, **options) -> MtpTrainingConfig:

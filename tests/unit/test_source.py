@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 11_093,
     "scripts": 19_623,
     "benchmarks": 3_048,
-    "tests": 59_850,
+    "tests": 59_860,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
