@@ -139,7 +139,8 @@ class RecipeTrainer(SavingTrainer, ABC):
         self._step_loss = torch.zeros(())
         self._step_tokens: Tensor | int | None = None
         self._first_loss: FirstLoss | None = FirstLoss()  # None after the first step
-        if not rate_given and self.is_world_process_zero():
+        # A rate that was chosen for AdamW is low for Muon: who gives one is told whose it is.
+        if (not rate_given or (self.muon and config.optimizer == "auto")) and self.is_world_process_zero():
             name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
             print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
 

@@ -315,6 +315,9 @@ def test_muon_has_a_rate_of_its_own(pipeline, tmp_path, capsys):
     rate = defaults.learning_rate(width, muon=True)
     assert trainer.args.learning_rate == rate > defaults.learning_rate(width)
     assert f"optimizer: Muon, learning rate {rate:g}" in capsys.readouterr().err
+    training["learning_rate"] = 1e-4
+    command.train_block(block_configured(pipeline, tmp_path, optimizer="auto", training=training))
+    assert "optimizer: Muon, learning rate 0.0001" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_to_the_bit(pipeline, tmp_path):

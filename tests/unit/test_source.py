@@ -20,12 +20,12 @@ COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
     "decode": 14_175,
-    "train": 17_188,
+    "train": 17_189,
     "distill": 2_911,
     "medusa": 11_093,
     "scripts": 19_623,
     "benchmarks": 3_048,
-    "tests": 59_860,
+    "tests": 59_863,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
