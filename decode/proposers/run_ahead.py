@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import Tree
 
 
@@ -64,6 +65,10 @@ class RunAheadProposer(DraftModelProposer):
         )
         self._reseed()
         return largest
+
+    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
+        """Return None: nothing is cut."""
+        return None
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return the draft made ahead, or draft a chain; then start running ahead of it."""

@@ -19,7 +19,7 @@ from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions,
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
-from draftsmith.distill.parallel.replay import text_acceptance, text_ranks
+from draftsmith.distill.parallel.replay import text_acceptance, text_confidences, text_ranks
 
 
 class ParallelDraftProposer(TreeProposer, DraftModelProposer):
@@ -96,6 +96,15 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         ranked = [text_ranks(self.draft_model, text, sampler, v, widths, is_chain) for text in drafted]
         ranks = [part.up_to(len(text)) for (part, _), text in zip(ranked, texts, strict=True)]
         return replay_by_start_ranks(ranks, tree, [agreement_N for _, agreement_N in ranked])
+
+    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
+        """Return max q by start and offset of chains."""
+        if self.tree is not None:
+            return None
+        drafted, texts = fit_positions(texts, self.positions)
+        depth = self._cut(task.draft_length)
+        rates = [text_confidences(self.draft_model, text, task.sampler, task.vocab_size, depth) for text in drafted]
+        return pad_tokens(rates, texts, 1.0)
 
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)

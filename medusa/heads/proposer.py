@@ -22,7 +22,7 @@ from draftsmith.decode.replay.texts import AtTokens, Distributions, WrittenText,
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.heads.model import MedusaHeads, check_depth
-from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
+from draftsmith.medusa.heads.replay import replay_confidences, replay_heads, replay_ranks
 from draftsmith.train.losses.output_head import last_hidden
 
 
@@ -246,6 +246,13 @@ class MedusaProposer(TreeProposer):
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth
         return replay_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
+
+    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
+        """Return max q by start and offset of chains."""
+        if not self.tree.is_chain:
+            return None
+        assert task.target is not None
+        return [replay_confidences(task.target, self.heads, text, task.sampler) for text in texts]
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first head's distribution of each token, in a round that begins with that token.

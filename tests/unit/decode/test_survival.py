@@ -2,18 +2,21 @@
 
 import pytest
 import torch
-from specimens import block, eagle, near, proposer
+from specimens import LENGTH, block, case_id, medusa, proposer, shapes
 
 from draftsmith.decode import (
-    DraftModelProposer,
     FixedLength,
     InputError,
+    Tree,
     autoregressive_generate,
     replay_acceptance,
     speculative_generate,
 )
+from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.survival import Survival
-from draftsmith.medusa import BlockProposer, EagleProposer
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.sampling import Sampler
+from draftsmith.medusa import BlockProposer, MedusaProposer
 
 
 @pytest.mark.parametrize("level", [0.0, 0.2, 0.5, 1.0])
@@ -59,32 +62,57 @@ def test_a_slot_that_few_reach_is_not_drafted():
     assert not fixed.keeps(0, [0.5]) and fixed.expects(1)
 
 
-MAKE = {
-    "draft": (lambda target: DraftModelProposer(near(target)), 0.0026),
-    "eagle": (lambda target: EagleProposer(eagle(target)), 0.0016),
-    "block": (lambda target: BlockProposer(block(target)), 0.0019),
-    "block, confidence head": (lambda target: BlockProposer(block(target, enable_confidence_head=True)), 0.2),
+MORE = {
+    ("block", "confidence head"): lambda target: BlockProposer(block(target, enable_confidence_head=True)),
+    ("medusa", "hydra chain"): lambda target: MedusaProposer(medusa(target, hydra=True), Tree.chain(LENGTH)),
 }
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_replay_counts_the_rounds_of_the_decoder(target, name):
+@pytest.mark.parametrize("case", [*shapes(), *MORE], ids=case_id)
+def test_replay_counts_the_rounds_of_the_decoder(target, case, monkeypatch):
+    """Every drafter that the decoder cuts; what the decoder refuses to cut is not replayed either."""
     torch.manual_seed(3)  # some heads begin at random
-    make, level = MAKE[name]
-    drafter, prompts = make(target), torch.randint(1, 97, (4, 5), generator=torch.Generator().manual_seed(1))
+    drafter = MORE[case](target) if case in MORE else proposer(*case, target)
+    prompts = torch.randint(1, 97, (4, 5), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": 24, "do_sample": False}
     written = autoregressive_generate(target, prompts, **options).sequences
-    replay = replay_acceptance(target, drafter, list(written), [5] * 4, [1, 3], 0, max_new_tokens=24, survival=level)
-    drafted = set()
+    task = DraftTask(Sampler.of(0), 97, [None], 29, 3, True, False, target)
+    texts = [WrittenText(text, 5, 24) for text in written]
+
+    def replayed(level):
+        return replay_acceptance(target, drafter, list(written), [5] * 4, [1, 3], 0, max_new_tokens=24, survival=level)
+
+    if drafter.replay_refusal(False) is not None or (confidences := drafter.confidences(task, texts)) is None:
+        with pytest.raises(InputError, match=r"^survival: expected chains"):
+            speculative_generate(target, drafter, prompts[:1], draft_length=FixedLength(3, 0.5), **options)
+        with pytest.raises(InputError):
+            replayed(0.5)
+        return
+
+    rounds = []
+    monkeypatch.setattr(
+        FixedLength, "observe", lambda plan, accepted, draft, drafted: rounds.append((accepted, draft.confidence))
+    )
+    for prompt, known_NK in zip(prompts, confidences, strict=True):
+        rounds.clear()
+        speculative_generate(target, drafter, prompt[None], draft_length=FixedLength(3, 1e-9), **options)
+        start = 0
+        for accepted, confidence in rounds:
+            if confidence is not None and len(confidence):  # up to the first token that the text does not have
+                same = min(accepted + 1, len(confidence), 24 - start)
+                assert torch.allclose(known_NK[start, :same], confidence[:same].float(), atol=1e-5)
+            start += accepted + 1
+    # Half of the texts' rounds do without a second token.
+    level, drafted = float(torch.cat(confidences)[:, :2].prod(1).median()), set()
     for k in (1, 3):
-        for prompt, text, replayed in zip(prompts, written, replay.texts, strict=True):
+        for prompt, text, replay in zip(prompts, written, replayed(level).texts, strict=True):
             out = speculative_generate(
                 target, drafter, prompt[None], draft_length=FixedLength(k, level), **options,
                 observer=lambda round: drafted.add(round.drafted),
             )  # fmt: skip
             assert torch.equal(out.sequences[0], text)
-            assert replayed.counts[k].num_drafts == out.counts.num_drafts
-            assert replayed.counts[k].num_accepted_tokens == out.counts.num_accepted_tokens
+            assert replay.counts[k].num_drafts == out.counts.num_drafts
+            assert replay.counts[k].num_accepted_tokens == out.counts.num_accepted_tokens
     assert len(drafted - {0}) > 1, drafted
 
 
