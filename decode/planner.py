@@ -180,6 +180,7 @@ def verification_costs(
 FIRST_ROUNDS, FIRST_SPEEDUP = 30, 1.1
 """How many rounds a plan takes for granted at first that drafting pays, and by how much."""
 SLOW_DECAY = 0.99  # of the speed of drafting: over a hundred rounds, since one brings from one to γ + 1 tokens
+LEAST_VARIANCE = 0.25  # of the depths that tell what a slot costs; γ = 4 has it with a fifteenth of its rounds at 2
 
 
 class Line:
@@ -193,6 +194,12 @@ class Line:
         if self._sums[0] > 3:
             y = min(max(y, self.at(x) - most), self.at(x) + most)
         self._sums = SLOW_DECAY * self._sums + (1.0, x, y, x * x, x * y)
+
+    def wants(self, x: float, usual: float) -> bool:
+        """Return whether the slope is hardly known, and a point at x would tell more of it than one at `usual`."""
+        weight, xs, _, xx, _ = self._sums.tolist()
+        mean = xs / weight
+        return xx / weight - mean**2 < LEAST_VARIANCE and abs(x - mean) > abs(usual - mean)
 
     def at(self, x: float, origin: float | None = None) -> float:
         """Return the line's value; `origin`, if given, is that of one more point at 0."""
@@ -275,6 +282,11 @@ class Plan:
         # While drafting does not pay, a round drafts now and then, and cuts nothing, to notice when it would: the 16th,
         # the 32nd, and each time after twice as many, 256 at most, since such a round is dear.
         self._idle = 0 if best else self._idle + 1
+        if best > 1 and proposer is not None and proposer.at_once and self.costs is None:
+            # A draft that is never shorter would not show what its last slots cost.
+            rest = self._rest(rows, True)
+            if rest is not None and rest.wants(best // 2, best):
+                return best // 2
         if self._idle < 16 or (self._idle & (self._idle - 1) and self._idle % 256):
             return best
         self.cut.levels = ()

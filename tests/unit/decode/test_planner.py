@@ -137,7 +137,7 @@ def test_what_drafts_at_once_is_priced_by_the_draft(target, monkeypatch):
     for at_once, longest, best in ((True, 6, 6), (True, None, 8), (False, None, 0)):
         plan, proposer = Plan(), Clocked(at_once, clock, longest)
         plan.start(target, proposer, 1, 8, False)
-        for _ in range(3):  # the second round is the first that is timed
+        for _ in range(5):  # the second round is the first that is timed
             plan.propose(target, proposer, [torch.zeros(3)], [9])
         plan._accepted, plan._rejected = (1000.0, 1e-9) if at_once else (1.0, 3.0)
         assert plan.draft_length() == best
@@ -151,7 +151,7 @@ def test_a_plan_learns_what_rounds_take(target, monkeypatch):
     proposer = Confident(plan, [0.9] * 4)
     plan.start(target, proposer, 1, 8, False)
     for turn in range(60):
-        (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [1 + turn % 4])
+        (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [4 - turn % 4])
         plan.observe(draft.tree.depth, draft, draft.tree.depth)
         clock[0] += 100.0 if turn in (0, 20) else 1.5 + 0.25 * draft.tree.depth
         if turn == 30:  # in which a program was compiled
@@ -161,6 +161,23 @@ def test_a_plan_learns_what_rounds_take(target, monkeypatch):
     assert [costs.verification(1 + k) for k in range(5)] == pytest.approx([1.5 + 0.25 * k for k in range(5)], abs=0.03)
     assert costs.target[1] + costs.plain_overhead == 1.0  # plain decoding was never tried
     assert plan._costs(7) == costs  # the nearest number of rows that is known
+
+
+def test_a_plan_of_a_drafter_that_drafts_at_once_tries_shorter_drafts(target, monkeypatch):
+    """Each drafted token takes 0.25 s: drafts that nothing cuts are tried at half of γ while that is not known."""
+    clock, plan = [0.0], Plan(longest=4)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.0})
+    proposer, depths = Confident(plan, [0.9] * 4), []
+    plan.start(target, proposer, 1, 8, False)
+    for _ in range(150):
+        (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [4])
+        depths.append(draft.tree.depth)
+        plan.observe(depths[-1], draft, depths[-1])
+        clock[0] += 1.5 + 0.25 * depths[-1]
+    assert set(depths) == {2, 4} and 5 <= depths.count(2) <= 15
+    costs = plan._costs(1)
+    assert [costs.verification(1 + k) for k in (2, 4)] == pytest.approx([2.0, 2.5], abs=0.05)
 
 
 def test_costs_are_measured(target):
