@@ -58,19 +58,20 @@ class RoundCosts:
             return 1.0
         return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
 
-    def slot_prices(self, draft_length: int, acceptance: float, stops: bool) -> list[float]:
+    def slot_prices(self, draft_length: int, acceptance: float, step: float = 0.0, drafted: bool = True) -> list[float]:
         """Return the seconds that each slot of a draft costs, per token if its own token were accepted for sure.
 
         Later slots may be cheaper, as where a forward over two tokens takes longer than one over a single token, but
         one over three does not. So this is the least over the slots that may follow, whose tokens are accepted at rate
-        `acceptance` each. If drafting `stops` at a cut, a slot that stays also costs the next one's draft.
+        `acceptance` each, and whose drafts take a `step` each; the slot's own does unless it is `drafted` already.
         """
-        forwards = [self.verification(1 + k) for k in range(draft_length + 1)]
-        if stops:
-            forwards = [t + min(1 + k, draft_length) * self.draft_step for k, t in enumerate(forwards)]
+        forwards = [self.verification(1 + k) + k * step for k in range(draft_length + 1)]
         tokens = [acceptance_length([acceptance] * k) for k in range(draft_length)]
         return [
-            min((forwards[last + 1] - forwards[k]) / tokens[last - k] for last in range(k, draft_length))
+            min(
+                (after - forwards[k] - drafted * step) / count
+                for after, count in zip(forwards[k + 1 :], tokens, strict=False)
+            )
             for k in range(draft_length)
         ]
 
@@ -237,9 +238,9 @@ class Plan:
     _idle: int = field(default=0, init=False)
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
     _seconds: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # the same for other B
-    # B, whether a round drafted → the seconds of such rounds by depth, less t
+    # B, whether a round drafted → the seconds of such rounds less t, by steps if drafts stop, by depth if not
     _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
-    # Of the last round: its begin, number of rows, whether it drafted, depth, nodes, and earlier compilations
+    # Of the last round: its begin, number of rows, whether it drafted, steps or depth, nodes, and earlier compilations
     _round: tuple[float, tuple[int, bool], int, int, int] | None = field(default=None, init=False)
     _present: RoundCosts | None = field(default=None, init=False)  # of the round
     _first: bool = field(default=True, init=False)  # the call's first round is not timed: it has the prompts' forward
@@ -272,9 +273,11 @@ class Plan:
             # At first drafting is taken to pay.
             tokens, seconds = self._speeds.setdefault(rows, (FIRST_ROUNDS * FIRST_SPEEDUP, FIRST_ROUNDS * plain))
             speedup = tokens * plain / seconds
-            prices = costs.slot_prices(longest, acceptance, proposer.stops)
-            # Plain decoding's rate can always be had.
-            self.cut.levels = [max(speedup, 1.0) * seconds / plain for seconds in prices]
+            rate = max(speedup, 1.0) / plain  # plain decoding's can always be had
+            step = costs.draft_step if proposer.stops else 0.0
+            self.cut.levels = [rate * seconds for seconds in costs.slot_prices(longest, acceptance, step)]
+            undrafted = costs.slot_prices(longest, acceptance, step, drafted=False)
+            self.cut.undrafted = [rate * seconds for seconds in undrafted]
             if proposer.at_once or proposer.stops:  # what is cut was not drafted in vain
                 best, probe = longest if speedup >= 1 else 0, longest
         if best is None:
@@ -302,19 +305,18 @@ class Plan:
             since, kind, depth, nodes, _ = last
             forward = interpolate(self._forwards(kind[0]), 1 + nodes)
             self._rests.setdefault(kind, Line()).add(depth, begin - since - forward, forward / 4)
-        gamma, before = self.draft_length(self._rows), compilations()
+        gamma, before, self.cut.seen = self.draft_length(self._rows), compilations(), 0
         drafts = proposer.propose(contexts, [min(gamma, tokens) for tokens in room])
         depth, nodes = max(draft.tree.depth for draft in drafts), max(len(draft.tree) for draft in drafts)
         cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
-        steps = depth
-        if cut:  # the q that stopped a draft was computed, unless the slots before it said enough
-            steps = min(depth + 1, gamma) if proposer.stops else proposer.nodes(gamma)
+        # The q that stops a draft was computed, too.
+        steps = self.cut.seen if proposer.stops else proposer.nodes(gamma)
         if cut and self._rows in self._speeds and (costs := self._present) is not None:
             kept = SLOW_DECAY ** (16 if self._idle else 1)  # the round stands for some that did not draft
             tokens, seconds = self._speeds[self._rows]
             self._speeds[self._rows] = kept * tokens, kept * seconds + costs.round_seconds(steps, nodes=depth)
         if self.costs is None and not self._first:
-            self._round = begin, (self._rows, gamma > 0), depth, nodes, before
+            self._round = begin, (self._rows, gamma > 0), steps if proposer.stops else depth, nodes, before
         self._first = False
         return drafts
 
@@ -349,11 +351,12 @@ class Plan:
         undrafted, forwards = self._rest(rows, False), self._forwards(rows)
         plain = forwards[1] + (undrafted.at(0) if undrafted else 0.0)
         ends = None if proposer.at_once else plain - forwards[1]
-        seconds = {}
+        # Where drafting stops, a round's rest grows with what was drafted, and otherwise with what is verified.
+        seconds, step = {}, max(0.0, drafted.at(1, ends) - drafted.at(0, ends)) if proposer.stops else 0.0
         for depth in range(self.longest + 1):
             block = 1 + proposer.nodes(depth)
-            seconds[block] = interpolate(forwards, block) + drafted.at(depth, ends)
-        return RoundCosts(seconds, 0.0, plain_overhead=plain - seconds[1])
+            seconds[block] = interpolate(forwards, block) + drafted.at(0 if proposer.stops else depth, ends)
+        return RoundCosts(seconds, step, plain_overhead=plain - seconds[1])
 
     def _rest(self, rows: int, drafted: bool) -> Line | None:
         """Return what is known of the rest of rounds that drafted, or did not, at the nearest number of rows."""

@@ -26,6 +26,8 @@ class Survival:
 
     def __init__(self, levels: Sequence[float] = (), learns: bool = True):
         self.levels, self.learns = levels, learns
+        self.undrafted = levels  # the same for slots whose draft is not made yet
+        self.seen = 0  # the slots of the present round whose confidences were given
         # A prior that is too low would never be corrected: what is cut is not tried.
         self._accepted, self._tried = [3.0] * BINS, [4.0] * BINS
 
@@ -37,20 +39,21 @@ class Survival:
         """Return whether the round's next slot is worth its draft, by what is known before its confidences."""
         if not slot or not self.levels or not self.learns:
             return True
-        return self._pays(slot, sum(self._accepted) / sum(self._tried))
+        return self._pays(slot, self.undrafted, sum(self._accepted) / sum(self._tried))
 
     def keeps(self, slot: int, confidences: Sequence[float]) -> bool:
         """Return whether the round's next slot is verified, given each row's confidence there."""
+        self.seen = slot + 1
         if not self.levels:
             return True
         for row, confidence in enumerate(confidences):
             self._survivals[row] *= self._acceptance(confidence)
-        return self._pays(slot)
+        return self._pays(slot, self.levels)
 
-    def _pays(self, slot: int, acceptance: float = 1.0) -> bool:
+    def _pays(self, slot: int, levels: Sequence[float], acceptance: float = 1.0) -> bool:
         total = sum(s for s, k in zip(self._survivals, self._draft_lengths, strict=True) if slot < k)
         # NaN does not cut: its token is proposed, and verification finds q to be NaN.
-        return not acceptance * total < self.levels[min(slot, len(self.levels) - 1)] * len(self._survivals)
+        return not acceptance * total < levels[min(slot, len(levels) - 1)] * len(self._survivals)
 
     def cut(self, confidence_BK: Tensor, draft_lengths: Sequence[int]) -> list[int]:
         """Return the lengths of chains whose confidence at each slot is known, (B, K)."""

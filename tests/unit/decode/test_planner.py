@@ -86,10 +86,11 @@ def chain(length, confidence=None):
 
 def test_a_slot_is_priced_with_those_that_may_follow_it():
     """A second token takes 1 s, a third and a fourth 0.2 s: half of the first slot's tokens go on to the next."""
-    costs = RoundCosts({1: 1.0, 2: 2.0, 3: 2.2, 4: 2.4}, draft_step=0.1)
-    assert costs.slot_prices(3, 0.5, stops=False) == pytest.approx([1.2 / 1.5, 0.2 / 1.0 / 1.0, 0.2])
-    # A slot that stays is followed by the next one's draft, except the last.
-    assert costs.slot_prices(3, 0.0, stops=True) == pytest.approx([1.1, 0.3, 0.2])
+    costs = RoundCosts({1: 1.0, 2: 2.0, 3: 2.2, 4: 2.4}, draft_step=0.0)
+    assert costs.slot_prices(3, 0.5) == pytest.approx([1.4 / 1.75, 0.2, 0.2])
+    # Each slot has its draft to pay for, but not the one that is drafted.
+    assert costs.slot_prices(3, 0.5, 0.1) == pytest.approx([1.3 / 1.5, 0.2, 0.2])
+    assert costs.slot_prices(3, 0.5, 0.1, drafted=False) == pytest.approx([1.4 / 1.5, 0.3, 0.3])
 
 
 class Confident(Proposer):

@@ -52,7 +52,7 @@ def test_a_slot_that_few_reach_is_not_drafted():
     survival._accepted[0], survival._tried[0] = 10.0, 100.0
     expected = sum(survival._accepted) / sum(survival._tried) * 0.3
     for level, pays in ((expected - 0.01, True), (expected + 0.01, False)):
-        survival.levels = [0.2, level]
+        survival.levels, survival.undrafted = [0.2, 0.0], [0.2, level]
         survival.begin([3, 3])
         assert survival.expects(0) and survival.keeps(0, [0.55, 0.05])
         assert survival.expects(1) is pays
