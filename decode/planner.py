@@ -93,6 +93,8 @@ class RoundCosts:
 
 def interpolate(values: Mapping[int, float], x: float) -> float:
     """Return the value at x: linear between measured neighbours and beyond the last two, constant before the first."""
+    if x in values:
+        return values[x]
     measured = sorted(values)
     if len(measured) == 1 or x <= measured[0]:
         return values[measured[0]]
@@ -237,7 +239,10 @@ class Plan:
     _started: int = field(default=0, init=False)  # rows of the present call
     _idle: int = field(default=0, init=False)
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
-    _seconds: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # the same for other B
+    _forwards: dict[tuple[int, int], float] = field(default_factory=dict, init=False)  # B, k → t(k), interpolated
+    _blocks: list[int] = field(
+        default_factory=list, init=False
+    )  # the tokens that a row verifies, by depth of the draft
     # B, whether a round drafted → the seconds of such rounds less t, by steps if drafts stop, by depth if not
     _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
     # Of the last round: its begin, number of rows, whether it drafted, steps or depth, nodes, and earlier compilations
@@ -250,9 +255,10 @@ class Plan:
         """Begin with new rows, and measure the target unless its costs were given or measured for such drafts."""
         if proposer is not self._proposer:
             self._rests, self._speeds = {}, {}
-        self._proposer, self._started, self._seconds = proposer, rows, {}
+        self._proposer, self._started, self._forwards = proposer, rows, {}
         self._round, self._first = None, True
-        largest = 1 + proposer.nodes(self.longest)
+        self._blocks = [1 + proposer.nodes(depth) for depth in range(self.longest + 1)]
+        largest = self._blocks[-1]
         sizes = sorted({1, 2, (largest + 2) // 2, largest})
         for count in {1, rows}:  # rows that end leave the batch
             if self.costs is None and max(self._target.get(count, {0: 0.0})) < largest:
@@ -303,7 +309,7 @@ class Plan:
         begin, last = time.perf_counter(), self._round
         if last is not None and last[-1] == compilations():  # its tokens have been read on the host
             since, kind, depth, nodes, _ = last
-            forward = interpolate(self._forwards(kind[0]), 1 + nodes)
+            forward = self._forward(kind[0], 1 + nodes)
             self._rests.setdefault(kind, Line()).add(depth, begin - since - forward, forward / 4)
         gamma, before, self.cut.seen = self.draft_length(self._rows), compilations(), 0
         drafts = proposer.propose(contexts, [min(gamma, tokens) for tokens in room])
@@ -331,14 +337,12 @@ class Plan:
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
 
-    def _forwards(self, rows: int) -> dict[int, float]:
-        """Return k → t(k) for a number of rows of the present call."""
-        if rows not in self._seconds:
-            by_rows = {count: self._target[count] for count in (1, self._started)}
-            self._seconds[rows] = {
-                k: interpolate({n: interpolate(t, k) for n, t in by_rows.items()}, rows) for k in by_rows[1]
-            }
-        return self._seconds[rows]
+    def _forward(self, rows: int, tokens: int) -> float:
+        """Return t(k) for a number of rows of the present call."""
+        if (seconds := self._forwards.get((rows, tokens))) is None:
+            by_rows = {count: interpolate(self._target[count], tokens) for count in (1, self._started)}
+            seconds = self._forwards[rows, tokens] = interpolate(by_rows, rows)
+        return seconds
 
     def _costs(self, rows: int) -> RoundCosts | None:
         """Return the costs of a round of some rows; None before a round that drafted was timed."""
@@ -348,14 +352,13 @@ class Plan:
         proposer = self._proposer
         if (drafted := self._rest(rows, True)) is None or proposer is None:
             return None
-        undrafted, forwards = self._rest(rows, False), self._forwards(rows)
-        plain = forwards[1] + (undrafted.at(0) if undrafted else 0.0)
-        ends = None if proposer.at_once else plain - forwards[1]
+        undrafted, forward = self._rest(rows, False), self._forward(rows, 1)
+        plain = forward + (undrafted.at(0) if undrafted else 0.0)
+        ends = None if proposer.at_once else plain - forward
         # Where drafting stops, a round's rest grows with what was drafted, and otherwise with what is verified.
         seconds, step = {}, max(0.0, drafted.at(1, ends) - drafted.at(0, ends)) if proposer.stops else 0.0
-        for depth in range(self.longest + 1):
-            block = 1 + proposer.nodes(depth)
-            seconds[block] = interpolate(forwards, block) + drafted.at(0 if proposer.stops else depth, ends)
+        for depth, block in enumerate(self._blocks):
+            seconds[block] = self._forward(rows, block) + drafted.at(0 if proposer.stops else depth, ends)
         return RoundCosts(seconds, step, plain_overhead=plain - seconds[1])
 
     def _rest(self, rows: int, drafted: bool) -> Line | None:

@@ -10,7 +10,7 @@ Shape suffixes: B rows, L positions, K guesses, S slots, H hidden, V vocabulary,
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -236,9 +236,9 @@ class BlockProposer(FeatureProposer):
     def __init__(self, drafter: BlockDrafter, tree: Tree | None = None, greedy: bool = False):
         self._block = BlockModel(drafter)
         super().__init__(drafter, self._block, tree, greedy)
-        self.longest = drafter.config.guesses
-        if tree is not None and tree.depth > self.longest:
-            raise InputError(f"tree: expected at most the block's depth {self.longest}, found {tree.depth}")
+        self.longest = self.most_steps
+        if tree is not None and tree.depth > self.most_steps:
+            raise InputError(f"tree: expected at most the block's depth {self.most_steps}, found {tree.depth}")
         most = drafter.side_head and drafter.side_head.candidates
         if tree is not None and most is not None and (widest := max(map(len, tree.children))) > most:
             raise InputError(f"tree: expected at most {most} siblings, the candidates of a guess, found {widest}")
@@ -253,14 +253,14 @@ class BlockProposer(FeatureProposer):
         longest = task.max_length + self.heads.config.block_size
         return StateFeeder(self.draft_model, replace(task, compiled=self.in_programs, max_length=longest), block, block)
 
-    @property
+    @cached_property
     def most_steps(self) -> int:
         """The number of guesses: none takes a forward."""
         return self.heads.config.guesses
 
     def nodes(self, draft_length: int) -> int:
         """Return the number of nodes down to this depth, or the length of a chain."""
-        return super().nodes(min(draft_length, self.heads.config.guesses))
+        return super().nodes(min(draft_length, self.most_steps))
 
     def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
         """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.blocks`."""
