@@ -24,6 +24,11 @@ class EagleRun(HeadsRun[EagleTrainingConfig]):
         """Return new heads: random, or the target's last layer."""
         return new_heads(self.config, self.target, self.token_map)
 
+    def check_heads(self) -> None:
+        """Require a cache's features; the language-model head stays the target's."""
+        super().check_heads()
+        self.heads.lm_head.requires_grad_(False)
+
     def first_look(self) -> None:
         """Print how the heads begin, and scale a copy of the target's last layer."""
         config, heads, target = self.config, self.heads, self.target

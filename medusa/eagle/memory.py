@@ -23,11 +23,13 @@ class EaglePlan(FeaturePlan):
     def build(self, lm_heads: str) -> EagleHeads:
         """Return the run's heads."""
         config = self.config
-        return self.made(config, EagleHeads, lambda target, tokens: new_heads(config, target, tokens))  # type: ignore[no-any-return]
+        heads: EagleHeads = self.made(config, EagleHeads, lambda target, tokens: new_heads(config, target, tokens))
+        heads.lm_head.requires_grad_(False)
+        return heads
 
     def ends(self, drafter: EagleHeads) -> Sequence[nn.Module]:
-        """Return the language-model head."""
-        return [drafter.lm_head]
+        """Return none: the language-model head is not trained."""
+        return []
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the K steps."""

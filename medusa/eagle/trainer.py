@@ -79,5 +79,5 @@ class EagleTrainer(FeatureTrainer):
 
     @property
     def ends(self) -> list[nn.Module]:
-        """The one language-model head."""
-        return [self.heads.lm_head]
+        """None: the language-model head is not trained."""
+        return []
