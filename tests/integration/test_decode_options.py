@@ -153,7 +153,7 @@ def test_planned_lengths_follow_costs_and_acceptance(target, draft):
     stranger = perturbed(target, 3.0)
     assert mean_depth(target, free) > mean_depth(draft, free) > mean_depth(draft, dear)
     assert mean_depth(target, free) > mean_depth(stranger, RoundCosts({1: 1.0, 9: 9.0}, draft_step=0.01))
-    assert mean_depth(draft, dear) < 0.3  # a probe now and then
+    assert mean_depth(draft, dear) < 0.4  # the first rounds, and a probe now and then
     measured = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=None, **GREEDY)
     assert torch.equal(measured.sequences, plain)
 
