@@ -33,7 +33,8 @@ class BlockTrainingConfig(HeadsConfig):
     init: str = "auto"
     """The layers' first weights: the target's "last_layers", which see its deepest features at first; the same with
     half of the first layer's heads fitted to "look_back" at the token before the block; "random"; or "auto": look_back
-    for families with such weights (Llama, Mistral, Qwen 3), last_layers if their target is sharded, else random."""
+    for families with such weights (Llama, Mistral, Qwen 3), last_layers if their target is sharded, else, and for a
+    drafter without a head that corrects its guesses, random."""
     sliding_window: int | None = None
     """The positions that a layer's slots see, their own included; none after them in the block. All if not given."""
     causal: bool | None = None
