@@ -76,8 +76,12 @@ class Survival:
         if not self.learns or confidence != confidence:
             return confidence
         bin = self._bin(confidence)
-        return self._accepted[bin] / self._tried[bin]
+        # Its neighbours count half: a bin that was unlucky is cut, and would not be tried again.
+        near = slice(max(bin - 1, 0), bin + 2)
+        accepted, tried = self._accepted, self._tried
+        return (accepted[bin] + sum(accepted[near])) / (tried[bin] + sum(tried[near]))
 
     @staticmethod
     def _bin(confidence: float) -> int:
-        return min(int(confidence * BINS), BINS - 1)
+        # Narrow where confidences are low: there it is decided whether a slot pays.
+        return min(int(confidence**0.5 * BINS), BINS - 1)

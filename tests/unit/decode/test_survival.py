@@ -35,21 +35,24 @@ def test_what_is_not_a_number_cuts_nothing():
 
 
 def test_acceptance_is_learned_where_it_is_known():
-    """Of a confidence of 0.55 a third was accepted; what comes after a rejected token says nothing."""
+    """Of a confidence of 0.55 30 of 90 were accepted; what comes after a rejected token says nothing.
+
+    Each bin begins with 3 of 4, and its neighbours count half.
+    """
     survival = Survival([0.4])
     assert survival.cut(torch.tensor([[0.55, 0.9]]), [2]) == [2]
     for accepted in [1, 0, 0] * 30:
         survival.observe(torch.tensor([0.55, 0.05, 0.95]), accepted, drafted=3)
     assert survival.cut(torch.tensor([[0.55, 0.9]]), [2]) == [0]
-    assert survival._acceptance(0.55) == pytest.approx(1 / 3, abs=0.03)
-    assert survival._acceptance(0.95) == 0.75 and survival._acceptance(0.05) < 0.1
+    assert survival._acceptance(0.55) == (33 + (3 + 3) / 2) / (94 + (4 + 4) / 2)
+    assert survival._acceptance(0.95) == 0.75 and survival._acceptance(0.05) == (3 + 3) / (34 + 4)
 
 
 def test_a_slot_that_few_reach_is_not_drafted():
     """Half and a tenth of two rows survive the first slot, and the second slot's tokens are as good as all."""
     survival = Survival([0.2, 0.25, 0.2])
-    survival._accepted[5], survival._tried[5] = 50.0, 100.0
-    survival._accepted[0], survival._tried[0] = 10.0, 100.0
+    survival._accepted[6:9], survival._tried[6:9] = [50.0] * 3, [100.0] * 3
+    survival._accepted[1:4], survival._tried[1:4] = [10.0] * 3, [100.0] * 3
     expected = sum(survival._accepted) / sum(survival._tried) * 0.3
     for level, pays in ((expected - 0.01, True), (expected + 0.01, False)):
         survival.levels, survival.undrafted = [0.2, 0.0], [0.2, level]
