@@ -94,7 +94,7 @@ class RoundCosts:
 def interpolate(values: Mapping[int, float], x: float) -> float:
     """Return the value at x: linear between measured neighbours and beyond the last two, constant before the first."""
     if x in values:
-        return values[x]
+        return values[int(x)]
     measured = sorted(values)
     if len(measured) == 1 or x <= measured[0]:
         return values[measured[0]]
@@ -240,9 +240,7 @@ class Plan:
     _idle: int = field(default=0, init=False)
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
     _forwards: dict[tuple[int, int], float] = field(default_factory=dict, init=False)  # B, k → t(k), interpolated
-    _blocks: list[int] = field(
-        default_factory=list, init=False
-    )  # the tokens that a row verifies, by depth of the draft
+    _blocks: list[int] = field(default_factory=list, init=False)  # tokens that a row verifies, by depth of the draft
     # B, whether a round drafted → the seconds of such rounds less t, by steps if drafts stop, by depth if not
     _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
     # Of the last round: its begin, number of rows, whether it drafted, steps or depth, nodes, and earlier compilations
