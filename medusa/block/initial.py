@@ -109,7 +109,7 @@ def choose_init(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreT
     if config.init in ("look_back", "last_layers") and reason is not None:
         raise InputError(f"init: expected auto or random for a target like this, found {config.init}, and {reason}")
     if config.init == "auto" and drafter.side_head is None:
-        reason = reason or "no head corrects its guesses"  # look_back is behind there: docs/log/peer.md
+        reason = reason or "no head corrects its guesses"  # which look_back slows down: docs/log/peer.md
     if config.init == "random" or reason is not None:
         return "random", "begun at random" + (f", because {reason}" if reason else "")
     layers = len(drafter.layers)
