@@ -94,7 +94,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     @torch.inference_mode()
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the features of accepted tokens; the next draft feeds them over what was drafted."""
-        heads = self.heads
+        device, dtype = self.heads.device, self.heads.dtype  # each a walk over the parameters
         features = [outcome.features for outcome in outcomes if outcome.features is not None]
         assert len(features) == len(outcomes), "the target's features"
         unfed = []
@@ -103,7 +103,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             # The first round also brings the prompt's features.
             for part in (outcome.prompt_features, new):
                 if part is not None and len(part):
-                    parts.append(part.to(heads.device, heads.dtype))
+                    parts.append(part.to(device, dtype))
             unfed.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         self.feeder.unfed = unfed
 

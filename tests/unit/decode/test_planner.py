@@ -63,7 +63,7 @@ def test_the_break_even_acceptance_is_as_fast_as_plain_decoding():
 @pytest.mark.parametrize(("alpha", "step", "best"), [(0.0, 0.01, 0), (1.0, 0.01, 8), (0.5, 2.0, 0), (0.6, 0.2, 2)])
 def test_the_best_length(alpha, step, best):
     costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=step)
-    assert best_draft_length(costs, alpha, 8) == best
+    assert best_draft_length(costs, [alpha**k for k in range(1, 9)]) == best
     speedups = [costs.speedup(acceptance_length([alpha] * k), k) for k in range(9)]
     assert speedups[best] == max(speedups)
 
@@ -177,8 +177,22 @@ def test_a_plan_of_a_drafter_that_drafts_at_once_tries_shorter_drafts(target, mo
         plan.observe(depths[-1], draft, depths[-1])
         clock[0] += 1.5 + 0.25 * depths[-1]
     assert set(depths) == {2, 4} and 5 <= depths.count(2) <= 15
-    costs = plan._costs(1)
-    assert [costs.verification(1 + k) for k in (2, 4)] == pytest.approx([2.0, 2.5], abs=0.05)
+    assert [plan._costs(1).round_seconds(k) for k in (2, 4)] == pytest.approx([2.0, 2.5], abs=0.05)
+
+
+def test_a_plan_drafts_at_once_what_pays(target, monkeypatch):
+    """A drafted token takes 0.5 s even if it is cut, and the first one is accepted: longer drafts bring nothing."""
+    clock, plan = [0.0], Plan(longest=4)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.4})
+    proposer, lengths = Confident(plan, [0.9, 0.4, 0.4, 0.4]), []
+    propose, proposer.propose = proposer.propose, lambda contexts, k: lengths.append(k[0]) or propose(contexts, k)
+    plan.start(target, proposer, 1, 8, False)
+    for _ in range(200):
+        (draft,) = plan.propose(target, proposer, [torch.zeros(3)], [4])
+        plan.observe(min(1, draft.tree.depth), draft, draft.tree.depth)
+        clock[0] += 1.0 + 0.5 * lengths[-1] + 0.1 * draft.tree.depth
+    assert lengths[1] == 4 and lengths[100:].count(1) > 90
 
 
 def test_costs_are_measured(target):
