@@ -164,22 +164,19 @@ def best_draft_length(
     accepted: Sequence[float],
     verified: Sequence[float] | None = None,
     nodes: Callable[[int], int] | None = None,
+    least: int = 0,
 ) -> int:
-    """Return the γ with the greatest speed-up, 0 if plain decoding is faster.
+    """Return the γ, `least` or more, with the greatest speed-up; 0 is plain decoding.
 
     `accepted` and `verified` are the shares of rounds that accept and verify a token at each depth; None verifies all.
     """
-    block = [1 + (k if nodes is None else nodes(k)) for k in range(len(accepted) + 1)]
-    best, most, tokens = 0, 1 / (costs.target[1] + costs.plain_overhead), 1.0
-    seconds = costs.overhead + costs.verification(block[0])
+    forwards = [costs.verification(1 + (k if nodes is None else nodes(k))) for k in range(len(accepted) + 1)]
+    rates, tokens, seconds = [1 / (costs.target[1] + costs.plain_overhead)], 1.0, costs.overhead + forwards[0]
     for k, share in enumerate(accepted):
         tokens += share
-        further = costs.verification(block[k + 1]) - costs.verification(block[k])
-        seconds += further if verified is None else verified[k] * further
-        rate = tokens / max(seconds + costs.drafting(k + 1), costs.target[1])
-        if rate > most:
-            best, most = k + 1, rate
-    return best
+        seconds += (forwards[k + 1] - forwards[k]) * (1.0 if verified is None else verified[k])
+        rates.append(tokens / max(seconds + costs.drafting(k + 1), costs.target[1]))
+    return max(range(least, len(rates)), key=lambda k: rates[k])
 
 
 @torch.inference_mode()
@@ -200,46 +197,32 @@ SLOW_DECAY = 0.99  # of the speed of drafting: over a hundred rounds, since one 
 LEAST_VARIANCE = 0.25  # of the depths that tell what a slot costs; γ = 4 has it with a fifteenth of its rounds at 2
 
 
-class Rest:
-    """The seconds of rounds less their forward of the target: a plane over drafted and verified tokens of a row.
-
-    It is fitted by least squares, and old rounds lose weight.
-    """
+class Line:
+    """A line of least squares through points; old ones lose weight."""
 
     def __init__(self) -> None:
-        # Sums of 1, x, y, z, x², xy, y², xz, yz of x drafted and y verified tokens in z seconds.
-        self._sums = [0.0] * 9
+        self._sums = [0.0] * 5  # of 1, x, y, x², x·y
 
-    def add(self, drafted: int, verified: int, seconds: float, most: float) -> None:
-        """Add a round; one that is farther than `most` from the plane of earlier ones is moved closer."""
+    def add(self, x: float, y: float, most: float) -> None:
+        """Add a point; one that is farther than `most` from the line of earlier ones is moved closer."""
         if self._sums[0] > 3:
-            expected = self.at(drafted, verified)
-            seconds = min(max(seconds, expected - most), expected + most)
-        x, y, z = drafted, verified, seconds
-        new = (1, x, y, z, x * x, x * y, y * y, x * z, y * z)
-        self._sums = [SLOW_DECAY * total + product for total, product in zip(self._sums, new, strict=True)]
+            y = min(max(y, self.at(x) - most), self.at(x) + most)
+        self._sums = [SLOW_DECAY * s + new for s, new in zip(self._sums, (1, x, y, x * x, x * y), strict=True)]
 
-    def wants(self, drafted: int, usual: int) -> bool:
-        """Return whether the price of a draft is hardly known, and this length would tell more than the usual one."""
-        weight, mean = self._sums[0], self._sums[1] / self._sums[0]
-        return self._sums[4] / weight - mean**2 < LEAST_VARIANCE and abs(drafted - mean) > abs(usual - mean)
+    def wants(self, x: float, usual: float) -> bool:
+        """Return whether the slope is hardly known, and a point at x would tell more of it than one at `usual`."""
+        weight, xs, _, xx, _ = self._sums
+        mean = xs / weight
+        return xx / weight - mean**2 < LEAST_VARIANCE and abs(x - mean) > abs(usual - mean)
 
-    def plane(self, origin: float | None = None) -> tuple[float, float, float]:
-        """Return the seconds of no token, of a drafted and of a verified one; `origin` is one more round's, of none."""
-        weight, x, y, z, xx, xy, yy, xz, yz = self._sums
+    def at(self, x: float, origin: float | None = None) -> float:
+        """Return the line's value; `origin`, if given, is that of one more point at 0."""
+        weight, xs, ys, xx, xy = self._sums
         if origin is not None:
-            weight, z = weight + 1, z + origin
-        x, y, z = x / weight, y / weight, z / weight
-        # A little more variance of each: rounds of one size make no slope.
-        xx, xy, yy = xx - weight * x * x + 0.25, xy - weight * x * y, yy - weight * y * y + 0.25
-        xz, yz = xz - weight * x * z, yz - weight * y * z
-        of_drafted, of_verified = (xz * yy - yz * xy) / (xx * yy - xy * xy), (yz * xx - xz * xy) / (xx * yy - xy * xy)
-        return z - of_drafted * x - of_verified * y, of_drafted, of_verified
-
-    def at(self, drafted: int, verified: int) -> float:
-        """Return the plane's value."""
-        start, of_drafted, of_verified = self.plane()
-        return start + drafted * of_drafted + verified * of_verified
+            weight, ys = weight + 1, ys + origin
+        # A little more in the denominator: points at one x make no slope.
+        slope = (xy - xs * ys / weight) / (xx - xs * xs / weight + 0.25)
+        return ys / weight + slope * (x - xs / weight)
 
 
 @dataclass
@@ -272,9 +255,11 @@ class Plan:
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
     _forwards: dict[tuple[int, int], float] = field(default_factory=dict, init=False)  # B, k → t(k), interpolated
     _blocks: list[int] = field(default_factory=list, init=False)  # tokens that a row verifies, by depth of the draft
-    _rests: dict[tuple[int, bool], Rest] = field(default_factory=dict, init=False)  # by B, and whether rounds drafted
-    # Of the last round: its begin, number of rows, whether it drafted, steps, depth, nodes, and earlier compilations
-    _round: tuple[float, tuple[int, bool], int, int, int, int] | None = field(default=None, init=False)
+    # B, whether a round drafted → the seconds of such rounds less t, by steps if drafts stop, and otherwise by the mean
+    # of the drafted and the verified length: the two hardly differ, so that their prices cannot be told apart
+    _rests: dict[tuple[int, bool], Line] = field(default_factory=dict, init=False)
+    # Of the last round: its begin, number of rows, whether it drafted, the draft's size, nodes, earlier compilations
+    _round: tuple[float, tuple[int, bool], float, int, int] | None = field(default=None, init=False)
     _present: RoundCosts | None = field(default=None, init=False)  # of the round
     _first: bool = field(default=True, init=False)  # the call's first round is not timed: it has the prompts' forward
     _proposer: Proposer | None = field(default=None, init=False)
@@ -302,7 +287,7 @@ class Plan:
         if costs is None:
             return min(4, longest)
         acceptance, plain = self._accepted / (self._accepted + self._rejected), costs.target[1] + costs.plain_overhead
-        best, probe = best_draft_length(costs, *self._shares(acceptance, longest), nodes), 1
+        least, probe = 0, 1
         if proposer is not None and proposer.cuts:
             # At first drafting is taken to pay.
             tokens, seconds = self._speeds.setdefault(rows, (FIRST_ROUNDS * FIRST_SPEEDUP, FIRST_ROUNDS * plain))
@@ -314,8 +299,13 @@ class Plan:
             if proposer.stops:
                 undrafted = costs.slot_prices(longest, acceptance, step, drafted=False)
                 self.cut.undrafted = [rate * seconds for seconds in undrafted]
-                best = longest if speedup >= 1 else 0  # what is cut was not drafted in vain
-            probe = longest if proposer.stops or proposer.at_once else 1
+            if proposer.stops or proposer.at_once:
+                # Many recent rounds that paid say more than the few by which a slot is judged.
+                least, probe = int(speedup >= 1), longest
+        if proposer is not None and proposer.stops:
+            best = longest * least  # what is cut was not drafted in vain
+        else:
+            best = best_draft_length(costs, *self._shares(acceptance, longest), nodes, least)
         # While drafting does not pay, a round drafts now and then, and cuts nothing, to notice when it would: the 16th,
         # the 32nd, and each time after twice as many, 256 at most, since such a round is dear.
         self._idle = 0 if best else self._idle + 1
@@ -336,22 +326,28 @@ class Plan:
         self._rows = len(room)
         begin, last = time.perf_counter(), self._round
         if last is not None and last[-1] == compilations():  # its tokens have been read on the host
-            since, kind, steps, depth, nodes, _ = last
+            since, kind, size, nodes, _ = last
             forward = self._forward(kind[0], 1 + nodes)
-            self._rests.setdefault(kind, Rest()).add(steps, depth, begin - since - forward, forward / 4)
+            self._rests.setdefault(kind, Line()).add(size, begin - since - forward, forward / 4)
         gamma, before, self.cut.seen = self.draft_length(self._rows), compilations(), 0
-        self._asked = gamma
-        drafts = proposer.propose(contexts, [min(gamma, tokens) for tokens in room])
+        lengths = [min(gamma, tokens) for tokens in room]
+        self._asked, drafts = max(lengths), proposer.propose(contexts, lengths)
         depth, nodes = max(draft.tree.depth for draft in drafts), max(len(draft.tree) for draft in drafts)
         cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
         # The q that stops a draft was computed, too.
-        steps = self.cut.seen if proposer.stops else gamma
+        steps = self.cut.seen if proposer.stops else self._asked
         if cut and self._rows in self._speeds and (costs := self._present) is not None:
             kept = SLOW_DECAY ** (16 if self._idle else 1)  # the round stands for some that did not draft
             tokens, seconds = self._speeds[self._rows]
             self._speeds[self._rows] = kept * tokens, kept * seconds + costs.round_seconds(steps, nodes=depth)
         if self.costs is None and not self._first:
-            self._round = begin, (self._rows, gamma > 0), steps, depth, nodes, before
+            self._round = (
+                begin,
+                (self._rows, gamma > 0),
+                steps if proposer.stops else (steps + depth) / 2,
+                nodes,
+                before,
+            )
         self._first = False
         return drafts
 
@@ -399,14 +395,15 @@ class Plan:
         if (drafted := self._rest(rows, True)) is None or proposer is None:
             return None
         undrafted, forward = self._rest(rows, False), self._forward(rows, 1)
-        plain = forward + (undrafted.at(0, 0) if undrafted else 0.0)
-        start, step, token = drafted.plane(None if proposer.at_once else plain - forward)
-        seconds = {
-            block: self._forward(rows, block) + start + depth * token for depth, block in enumerate(self._blocks)
-        }
-        return RoundCosts(seconds, max(0.0, step), plain_overhead=plain - seconds[1])
+        plain = forward + (undrafted.at(0) if undrafted else 0.0)
+        ends = None if proposer.at_once else plain - forward
+        start = drafted.at(0, ends)
+        step = drafted.at(1, ends) - start
+        of_verified = 0.0 if proposer.stops else step / 2
+        seconds = {k: self._forward(rows, k) + start + depth * of_verified for depth, k in enumerate(self._blocks)}
+        return RoundCosts(seconds, max(0.0, step - of_verified), plain_overhead=plain - seconds[1])
 
-    def _rest(self, rows: int, drafted: bool) -> Rest | None:
+    def _rest(self, rows: int, drafted: bool) -> Line | None:
         """Return what is known of the rest of rounds that drafted, or did not, at the nearest number of rows."""
         counts = [n for n, drafts in self._rests if drafts == drafted]
         return self._rests[min(counts, key=lambda n: abs(n - rows)), drafted] if counts else None

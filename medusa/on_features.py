@@ -77,6 +77,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             raise InputError(
                 f"tree: expected at most {vocabulary} siblings, as many as the heads have tokens, found {widest}"
             )
+        self._home = self.heads.device, self.heads.dtype  # read once a text: each is a walk over the parameters
         return super().start(task)
 
     def most_fed(self, task: DraftTask) -> int:
@@ -94,7 +95,6 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     @torch.inference_mode()
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the features of accepted tokens; the next draft feeds them over what was drafted."""
-        device, dtype = self.heads.device, self.heads.dtype  # each a walk over the parameters
         features = [outcome.features for outcome in outcomes if outcome.features is not None]
         assert len(features) == len(outcomes), "the target's features"
         unfed = []
@@ -103,7 +103,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             # The first round also brings the prompt's features.
             for part in (outcome.prompt_features, new):
                 if part is not None and len(part):
-                    parts.append(part.to(device, dtype))
+                    parts.append(part.to(*self._home))
             unfed.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         self.feeder.unfed = unfed
 

@@ -159,7 +159,7 @@ def test_a_plan_learns_what_rounds_take(target, monkeypatch):
             PROGRAMS.append(0.0)
             clock[0] += 100.0
     costs = plan._costs(1)
-    assert [costs.verification(1 + k) for k in range(5)] == pytest.approx([1.5 + 0.25 * k for k in range(5)], abs=0.03)
+    assert [costs.round_seconds(k) for k in range(5)] == pytest.approx([1.5 + 0.25 * k for k in range(5)], abs=0.03)
     assert costs.target[1] + costs.plain_overhead == 1.0  # plain decoding was never tried
     assert plan._costs(7) == costs  # the nearest number of rows that is known
 
