@@ -23,6 +23,7 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
@@ -110,13 +111,15 @@ class StatesConnector(ExampleHiddenStatesConnector):
 
     @staticmethod
     def _write_tensors(tensors: dict[str, torch.Tensor], copied: Any, filename: str, lock: int | None) -> None:
-        """Write a file under another name, rename it and release its lock: a full disk leaves no half of it."""
-        aside = f"{filename}.partial"
+        """Write a file in a folder of its own, rename it and release its lock: a full disk leaves no half of it."""
+        # The library's temporary file has a random name: without the folder nothing would find it after a crash.
+        aside = Path(f"{filename}.partial")
         try:
-            ExampleHiddenStatesConnector._write_tensors(tensors, copied, aside, None)
-            os.replace(aside, filename)
+            aside.mkdir(exist_ok=True)
+            ExampleHiddenStatesConnector._write_tensors(tensors, copied, str(aside / "states"), None)
+            os.replace(aside / "states", filename)
         finally:
-            Path(aside).unlink(missing_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
             if lock is not None:
                 os.close(lock)
 
@@ -203,7 +206,8 @@ def remove_orphans(folder: Path | None) -> None:
         with suppress(OSError), lock.open("rb") as held:  # others take theirs meanwhile
             written = file.stat().st_mtime if file.exists() else os.fstat(held.fileno()).st_mtime
             if written < time.time() - ORPHANED and locked(held, fcntl.LOCK_EX):
-                for part in (Path(f"{file}.partial"), file, lock):
+                shutil.rmtree(f"{file}.partial", ignore_errors=True)
+                for part in (file, lock):
                     part.unlink(missing_ok=True)
 
 

@@ -23,9 +23,9 @@ BUDGET = {
     "train": 17_189,
     "distill": 2_930,
     "medusa": 11_124,
-    "scripts": 19_623,
+    "scripts": 19_627,
     "benchmarks": 3_048,
-    "tests": 59_942,
+    "tests": 59_945,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
 from draftsmith.decode.validation import read
 from draftsmith.train.checkpoint import INDEX, WEIGHTS, Index, check_finite, reading_errors
-from draftsmith.train.files import atomic_path
+from draftsmith.train.files import atomic_files
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model, load_config, load_model, resolve_dtype, whole_weights
 from draftsmith.train.quantization import own_weights
@@ -40,8 +40,8 @@ SHA256 = "sha256"
 def save_ends(target: PreTrainedModel, path: Path) -> None:
     """Write the ends of a target in its names and dtype, in floating point."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target)}
-    with atomic_path(path) as aside:
-        save_file(tensors, aside, {SHA256: _digest(tensors)})
+    with atomic_files(path.parent) as aside:
+        save_file(tensors, aside / path.name, {SHA256: _digest(tensors)})
 
 
 def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:

@@ -216,7 +216,9 @@ def test_what_nobody_asked_for_is_removed_when_a_run_begins(client, tmp_path):
     old = ORPHANED + 1
     write(tmp_path, "old.safetensors", old)
     write(tmp_path, "lock.safetensors", old).unlink()
-    write(tmp_path, "half.safetensors", old).rename(tmp_path / "half.safetensors.partial")
+    half = write(tmp_path, "half.safetensors", old)
+    half.with_suffix(".safetensors.partial").mkdir()
+    half.rename(tmp_path / "half.safetensors.partial" / ".tmpA1b2C3")
     kept = [write(tmp_path, name, age, old).name for name, age in (("late.safetensors", 0), ("read.safetensors", old))]
     (tmp_path / "mine.safetensors").write_bytes(b"")
     os.utime(tmp_path / "mine.safetensors", (0, 0))
