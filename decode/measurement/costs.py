@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, timed
 from draftsmith.decode.measurement.turns import Parts, Timing, loop_turns, measure_until_agreement, text_windows
-from draftsmith.decode.planner import (
+from draftsmith.decode.progress import track
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
+from draftsmith.decode.round_costs import (
     RoundCosts,
     interpolate,
     rounds_with_others,
@@ -30,8 +32,6 @@ from draftsmith.decode.planner import (
     turn_seconds,
     verification_costs,
 )
-from draftsmith.decode.progress import track
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount
 

@@ -15,7 +15,7 @@ from draftsmith.decode import (
     DraftModelProposer,
     InputError,
     autoregressive_generate,
-    planner,
+    round_costs,
     speculative_generate,
 )
 from draftsmith.decode.clock import median_seconds
@@ -85,7 +85,7 @@ def short(monkeypatch):
     shorten(monkeypatch)
     monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
     monkeypatch.setattr(tree, "REPEATS", 1)
-    monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
+    monkeypatch.setattr(round_costs, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
 
 
 def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch, short):

@@ -13,12 +13,13 @@ import torch
 from conftest import perturbed, tiny_llama
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree, planner
+from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree
 from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs, turns
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts, ValidTable, measure_costs
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
+from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import parse
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -39,7 +40,7 @@ TABLE = CostTable(
 
 def test_costs_lie_between_those_of_the_batch_sizes_that_were_measured():
     one, two = TABLE.at("draft", 1), TABLE.at("draft", 2)
-    assert one == planner.RoundCosts({1: 1.0, 5: 2.0}, 0.1, overhead=0.3, draft_start=0.2, plain_overhead=0.1)
+    assert one == RoundCosts({1: 1.0, 5: 2.0}, 0.1, overhead=0.3, draft_start=0.2, plain_overhead=0.1)
     assert two.target == pytest.approx({1: 1.2, 5: 2.8})
     assert [two.draft_step, two.overhead, two.draft_start, two.plain_overhead] == pytest.approx([0.2, 0.4, 0.3, 0.2])
     # d(4) + t(5) + o, and t(3) where but two tokens are verified.

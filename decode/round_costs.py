@@ -1,0 +1,187 @@
+"""The seconds of a round, and the draft length that they and the acceptance make the best.
+
+A round that drafts γ tokens emits τ(γ) tokens in d(γ) + t(γ + 1) + o seconds: t(k) is a forward of the target over k
+tokens, d(γ) the drafting and o the rest. Plain decoding emits one token in t(1). The formula of Leviathan et al. 2023
+(theorem 3.8) is the case t(k) = t(1), which no real machine has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.errors import InputError
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """The costs of a round on one machine, in seconds; `overhead` is o, the rest of a round."""
+
+    target: Mapping[int, float]  # t(k), a forward of the target over k tokens a row; other k are interpolated
+    draft_step: float  # one more drafted token: d(γ) = `draft_start` + γ · `draft_step`
+    overhead: float = 0.0
+    draft_start: float = 0.0  # a draft of any length
+    plain_overhead: float = 0.0  # plain decoding's work per token outside its forward
+
+    def __post_init__(self) -> None:
+        if 1 not in self.target:
+            raise InputError(
+                f"costs: expected the target's seconds for 1 token among them, found {sorted(self.target)}"
+            )
+
+    def verification(self, tokens: float) -> float:
+        """Return t(k), interpolated between measured k and extrapolated beyond the last two."""
+        return interpolate(self.target, tokens)
+
+    def drafting(self, draft_length: int) -> float:
+        """Return d(γ)."""
+        return self.draft_start + draft_length * self.draft_step
+
+    def round_seconds(self, draft_length: int, nodes: float | None = None) -> float:
+        """Return d(γ) + t(γ + 1) + o; `nodes` replaces γ as the number of verified tokens of trees and n-grams."""
+        block = 1 + (draft_length if nodes is None else nodes)
+        seconds = self.drafting(draft_length) + self.verification(block) + self.overhead
+        return max(seconds, self.target[1])  # a round is no faster than a forward, even if noise makes o negative
+
+    def speedup(self, acceptance_length: float, draft_length: int, nodes: float | None = None) -> float:
+        """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding with its overhead; 1 for γ = 0."""
+        if draft_length == 0:
+            return 1.0
+        return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
+
+    def slot_prices(self, draft_length: int, acceptance: float, step: float = 0.0, drafted: bool = True) -> list[float]:
+        """Return the seconds that each slot of a draft costs, per token if its own token were accepted for sure.
+
+        Later slots may be cheaper, as where a forward over two tokens takes longer than one over a single token, but
+        one over three does not. So this is the least over the slots that may follow, whose tokens are accepted at rate
+        `acceptance` each, and whose drafts take a `step` each; the slot's own does unless it is `drafted` already.
+        """
+        forwards = [self.verification(1 + k) + k * step for k in range(draft_length + 1)]
+        tokens = [1.0]
+        while len(tokens) < draft_length:
+            tokens.append(1 + acceptance * tokens[-1])
+        return [
+            min(
+                (after - forwards[k] - drafted * step) / count
+                for after, count in zip(forwards[k + 1 :], tokens, strict=False)
+            )
+            for k in range(draft_length)
+        ]
+
+    def break_even_length(self, draft_length: int, nodes: float | None = None) -> float:
+        """Return the τ at which this γ is as fast as plain decoding."""
+        return 1.0 / self.speedup(1.0, draft_length, nodes)
+
+    def break_even_acceptance(self, draft_length: int) -> float | None:
+        """Return the α at every position from which a chain of γ tokens pays; None if even α = 1 does not."""
+        break_even = self.break_even_length(draft_length)
+        if break_even >= draft_length + 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(50):  # bisection, since τ grows with α
+            middle = (low + high) / 2
+            low, high = (low, middle) if acceptance_length([middle] * draft_length) >= break_even else (middle, high)
+        return high
+
+
+def interpolate(values: Mapping[int, float], x: float) -> float:
+    """Return the value at x: linear between measured neighbours and beyond the last two, constant before the first."""
+    if x in values:
+        return values[int(x)]
+    measured = sorted(values)
+    if len(measured) == 1 or x <= measured[0]:
+        return values[measured[0]]
+    above = next((k for k in measured if k >= x), measured[-1])
+    below = measured[measured.index(above) - 1]
+    return values[below] + (values[above] - values[below]) / (above - below) * (x - below)
+
+
+def turn_seconds(costs: Sequence[RoundCosts], draft_lengths: Sequence[int], most: int) -> np.ndarray:
+    """Return the seconds of a round by its drafter and number of drafted tokens, (S, `most` + 1).
+
+    S drafters take turns in this order, each with its γ; a round that drafts nothing costs d(0).
+    """
+    # A later drafter is asked after the earlier ones found nothing, which costs each of them d(0).
+    seconds, searching = np.zeros((len(costs), most + 1)), 0.0
+    for index, (cost, draft_length) in enumerate(zip(costs, draft_lengths, strict=True)):
+        for nodes in range(most + 1):
+            drafting = searching + cost.drafting(draft_length if nodes else 0)
+            # As in `RoundCosts.round_seconds`, a round is no faster than a forward.
+            seconds[index, nodes] = max(drafting + cost.verification(1 + nodes) + cost.overhead, cost.target[1])
+        searching += cost.drafting(0)
+    return seconds
+
+
+def text_seconds(
+    costs: Sequence[RoundCosts], sizes: Sequence[np.ndarray], draft_lengths: Sequence[int], rows: int = 1
+) -> list[float]:
+    """Return the seconds of each text's rounds, without its prompt, where S drafters take turns over `rows` rows.
+
+    `sizes` are each text's rounds by drafter and number of drafted tokens, (≤ S, ≤ K + 1): `TextReplay.sizes`.
+    """
+    sizes_NSK = stack_sizes(sizes, len(costs))
+    prices_SK, all_SK = turn_seconds(costs, draft_lengths, sizes_NSK.shape[2] - 1), sizes_NSK.sum(0)
+    return [float((prices_SK * rounds_with_others(sizes_SK, all_SK, rows)).sum()) for sizes_SK in sizes_NSK]
+
+
+def stack_sizes(sizes: Sequence[np.ndarray], drafters: int) -> np.ndarray:
+    """Stack the rounds of N texts by drafter and number of drafted tokens, (N, S, K + 1)."""
+    most = max(text.shape[1] for text in sizes)
+    return np.stack([np.pad(text, ((0, drafters - len(text)), (0, most - text.shape[1]))) for text in sizes])
+
+
+def rounds_with_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -> np.ndarray:
+    """Return a row's rounds by the latest drafter and the largest draft of all its batch's rows, which set the time."""
+    if rows == 1 or not others_SK.any():
+        return sizes_SK
+    # The other rows' rounds are taken as independent draws from `others_SK`. The cumulative sum of the batch's rounds
+    # is P(no other row is beyond s or k) · the row's own rounds up to s and k; its increments are returned.
+    within = others_SK.cumsum(0).cumsum(1) / others_SK.sum()
+    together = sizes_SK.cumsum(0).cumsum(1) * within ** (rows - 1)
+    return np.diff(np.diff(together, axis=0, prepend=0.0), axis=1, prepend=0.0)
+
+
+def acceptance_length(conditional: Sequence[float]) -> float:
+    """Return τ = 1 + Σ_j Π_{i ≤ j} a_i of a chain with these conditional acceptance probabilities."""
+    length, reach = 1.0, 1.0
+    for a in conditional:
+        reach *= a
+        length += reach
+    return length
+
+
+def best_draft_length(
+    costs: RoundCosts,
+    accepted: Sequence[float],
+    verified: Sequence[float] | None = None,
+    nodes: Callable[[int], int] | None = None,
+    least: int = 0,
+) -> int:
+    """Return the γ, `least` or more, with the greatest speed-up; 0 is plain decoding.
+
+    `accepted` and `verified` are the shares of rounds that accept and verify a token at each depth; None verifies all.
+    """
+    forwards = [costs.verification(1 + (k if nodes is None else nodes(k))) for k in range(len(accepted) + 1)]
+    rates, tokens, seconds = [1 / (costs.target[1] + costs.plain_overhead)], 1.0, costs.overhead + forwards[0]
+    for k, share in enumerate(accepted):
+        tokens += share
+        seconds += (forwards[k + 1] - forwards[k]) * (1.0 if verified is None else verified[k])
+        rates.append(tokens / max(seconds + costs.drafting(k + 1), costs.target[1]))
+    return max(range(least, len(rates)), key=lambda k: rates[k])
+
+
+@torch.inference_mode()
+def verification_costs(
+    target: PreTrainedModel, rows: int, context: int, tokens: Sequence[int], repeats: int = 5, compiled: bool = False
+) -> dict[int, float]:
+    """Measure t(k), the median seconds for blocks of k tokens after a context, for `rows` rows; sizes take turns."""
+    model = CachedModel(target, rows, context, block=max(tokens), compiled=compiled)
+    model.prefill(torch.ones(rows, context, dtype=torch.long, device=target.device))
+    blocks = {k: torch.ones(rows, k, dtype=torch.long, device=target.device) for k in tokens}
+    calls = {k: partial(model.feed, block, [context] * rows) for k, block in blocks.items()}
+    return median_seconds(calls, repeats, target.device)

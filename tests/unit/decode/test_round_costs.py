@@ -1,0 +1,78 @@
+"""The seconds of a round, and the length that they make the best, by hand."""
+
+import pytest
+
+from draftsmith.decode import InputError
+from draftsmith.decode.round_costs import RoundCosts, acceptance_length, best_draft_length, verification_costs
+
+
+def test_verification_is_interpolated_and_extrapolated():
+    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1)
+    assert [costs.verification(k) for k in (1, 2, 3, 5, 7, 9)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
+    assert RoundCosts({1: 2.0}, 0.1).verification(5) == 2.0
+    with pytest.raises(InputError, match=r"costs: expected the target's seconds for 1 token among them, found \[2\]"):
+        RoundCosts({2: 1.0}, 0.1)
+
+
+def test_speedup_is_leviathans_where_verifying_is_free():
+    """Theorem 3.8: (1 − α^{γ+1}) ÷ ((1 − α)(γ c + 1))."""
+    alpha, c = 0.7, 0.1
+    costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=c)
+    for gamma in range(9):
+        tau = acceptance_length([alpha] * gamma)
+        assert tau == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))
+        assert costs.speedup(tau, gamma) == pytest.approx(tau / (gamma * c + 1))
+    assert costs.speedup(1.0, 0) == 1.0
+    assert acceptance_length([0.5, 0.5, 1.0]) == 1 + 0.5 + 0.25 + 0.25
+
+
+def test_a_round_verifies_the_nodes_of_a_tree_in_place_of_a_chain():
+    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, draft_start=0.2, plain_overhead=0.25)
+    assert costs.round_seconds(2) == pytest.approx(0.2 + 2 * 0.1 + 2.0 + 0.5)
+    assert costs.round_seconds(2, nodes=6) == pytest.approx(0.2 + 2 * 0.1 + 3.0 + 0.5)
+    assert costs.round_seconds(2, nodes=0.5) == pytest.approx(0.2 + 2 * 0.1 + 1.25 + 0.5)  # on the mean, n-grams
+    # Plain decoding pays for its own loop.
+    assert costs.speedup(2.5, 2) == pytest.approx(2.5 * 1.25 / 2.9)
+    assert costs.speedup(2.5, 2, nodes=6) == pytest.approx(2.5 * 1.25 / 3.9)
+
+
+@pytest.mark.parametrize("nodes", [None, 6])
+def test_the_break_even_length_is_as_fast_as_plain_decoding(nodes):
+    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, plain_overhead=0.25)
+    for gamma in (1, 2, 5):
+        length = costs.break_even_length(gamma, nodes)
+        assert costs.speedup(length, gamma, nodes) == pytest.approx(1.0)
+        assert length == pytest.approx(costs.round_seconds(gamma, nodes) / 1.25)
+
+
+def test_the_break_even_acceptance_is_as_fast_as_plain_decoding():
+    costs = RoundCosts({1: 1.0, 9: 1.4}, draft_step=0.2, overhead=0.1)
+    for gamma in (1, 2, 4, 8):
+        alpha = costs.break_even_acceptance(gamma)
+        assert costs.speedup(acceptance_length([alpha] * gamma), gamma) == pytest.approx(1.0)
+    assert costs.break_even_acceptance(1) == pytest.approx(1.05 + 0.2 + 0.1 - 1)  # τ(1) = 1 + α
+    # A draft token that takes as long as the target's own never pays, one that takes next to nothing always does.
+    assert RoundCosts({1: 1.0, 9: 1.0}, draft_step=1.0, overhead=0.1).break_even_acceptance(4) is None
+    assert RoundCosts({1: 1.0}, draft_step=0.01, plain_overhead=0.2).break_even_acceptance(4) < 1e-9
+
+
+@pytest.mark.parametrize(("alpha", "step", "best"), [(0.0, 0.01, 0), (1.0, 0.01, 8), (0.5, 2.0, 0), (0.6, 0.2, 2)])
+def test_the_best_length(alpha, step, best):
+    costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=step)
+    assert best_draft_length(costs, [alpha**k for k in range(1, 9)]) == best
+    speedups = [costs.speedup(acceptance_length([alpha] * k), k) for k in range(9)]
+    assert speedups[best] == max(speedups)
+
+
+def test_a_slot_is_priced_with_those_that_may_follow_it():
+    """A second token takes 1 s, a third and a fourth 0.2 s: half of the first slot's tokens go on to the next."""
+    costs = RoundCosts({1: 1.0, 2: 2.0, 3: 2.2, 4: 2.4}, draft_step=0.0)
+    assert costs.slot_prices(3, 0.5) == pytest.approx([1.4 / 1.75, 0.2, 0.2])
+    # Each slot has its draft to pay for, but not the one that is drafted.
+    assert costs.slot_prices(3, 0.5, 0.1) == pytest.approx([1.3 / 1.5, 0.2, 0.2])
+    assert costs.slot_prices(3, 0.5, 0.1, drafted=False) == pytest.approx([1.4 / 1.5, 0.3, 0.3])
+
+
+def test_costs_are_measured(target):
+    costs = verification_costs(target, rows=2, context=10, tokens=[1, 4], repeats=3)
+    assert sorted(costs) == [1, 4] and min(costs.values()) > 0
