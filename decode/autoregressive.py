@@ -17,8 +17,8 @@ from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
 from draftsmith.decode.rows import TextBatch, TextRow
-from draftsmith.decode.rules.judged import drawn_packet, drawn_tokens
-from draftsmith.decode.sampling import argmax, scores_of_rows, uniforms
+from draftsmith.decode.rules.verification import next_tokens
+from draftsmith.decode.sampling import uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 Observer = Callable[[TextRow, int], None]  # called with a row and the token that was just written to it
@@ -88,7 +88,8 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
         batch = texts.rows
         if logits is None:
             logits = target.feed(texts.last(), texts.lengths + -1)
-        tokens = _next_tokens(batch, logits[:, 0], target.likeliest)
+        samplers, generators = [row.sampler for row in batch], [row.generator for row in batch]
+        tokens = next_tokens(samplers, logits[:, 0], [row.context for row in batch], generators, target.likeliest)
         texts.append(tokens)
         for row, token in zip(batch, tokens.tolist(), strict=True):
             if token == NO_TOKEN:
@@ -111,20 +112,3 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
             target.select(unfinished)
             texts.select(unfinished)
         logits = None
-
-
-def _next_tokens(rows: Sequence[TextRow], logits_BV: Tensor, likeliest_BK: Tensor | None) -> Tensor:
-    """Return the token after each row, (B,); `NO_TOKEN` for NaN. `likeliest_BK` is None after an eager forward."""
-    samplers = [row.sampler for row in rows]
-    sampler, temperature = samplers[0], samplers[0].temperature
-    if sampler.do_sample:
-        generators = [row.generator for row in rows]
-        u_B = uniforms(generators, [1] * len(rows), torch.float64, logits_BV.device)[:, 0]
-    # A target that ran compiled has its argmax already, and draws by a program where only T changes its logits.
-    if likeliest_BK is not None and temperature is not None:
-        return drawn_tokens(logits_BV, temperature, u_B) if sampler.do_sample else likeliest_BK[:, -1]
-    scores_BV = scores_of_rows(samplers, logits_BV, [] if sampler.context_free else [row.context for row in rows])
-    if sampler.do_sample:
-        return drawn_packet(scores_BV, u_B)
-    tokens_B = argmax(scores_BV)  # the first NaN, if there is one
-    return tokens_B.masked_fill(scores_BV.gather(1, tokens_B[:, None])[:, 0].isnan(), NO_TOKEN)

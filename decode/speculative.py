@@ -5,7 +5,7 @@ otherwise, for any proposer (Leviathan et al. 2023, appendix A.1).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -215,7 +215,7 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
     # A proposer may have made the whole block on the device already.
     blocks = drafts.block if isinstance(drafts, Drafts) else None
     if blocks is None or blocks.shape[1] != 1 + width:
-        blocks = torch.cat([texts.last(), stack_tokens(drafts, width)], 1)
+        blocks = torch.cat([texts.last(), stack_tokens(drafts, width)], 1) if width else texts.last()
     if chains:
         return target.feed(blocks, roots)
     if target.has_states:
@@ -282,28 +282,34 @@ def _outcomes(
 
     `logits` are (B, 1 + K, V). `accepted` are the accepted nodes in each row's block, (B, D), None for chains.
     """
+    features = _features(target, logits.shape[1], roots, accepted) if target.features else None
     outcomes, hidden = [], target.hidden
     for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
         size, row_logits, row_hidden = 1 + len(draft.tree), logits[row], None if hidden is None else hidden[row]
         if size < row_logits.shape[0]:  # padding after a smaller draft
             row_logits, row_hidden = row_logits[:size], None if row_hidden is None else row_hidden[:size]
-        outcomes.append(Outcome(verdict.path, row_logits, row_hidden))
-    if not target.features:
-        return outcomes
-    # They come from one forward, or from two: the prompts', and then the first block's.
-    width, before, block = logits.shape[1], target.features[0], target.features[-1][:, -logits.shape[1] :]
+        block, prompt = (None, None) if features is None else features[row]
+        if block is not None:
+            block = block[: 1 + len(verdict.path)]
+        outcomes.append(Outcome(verdict.path, row_logits, row_hidden, block, prompt))
+    return outcomes
+
+
+def _features(
+    target: CachedModel, width: int, roots: Slots, accepted: Tensor | None
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return each row's features of a block of `width` tokens, accepted ones first, and the prompt's before it.
+
+    They come from one forward, or from two: the prompts', and then the first block's.
+    """
+    before, block = target.features[0], target.features[-1][:, -width:]
     first = len(target.features) > 1 or before.shape[1] > width
     if accepted is not None:
         nodes = torch.nn.functional.pad(accepted, (1, 0)).to(block.device).clamp(max=width - 1)
         block = block.take_along_dim(nodes[..., None], dim=1)
     # The list would otherwise grow by each round's features.
     target.features.clear()
-    return [
-        replace(
-            outcome, features=block[row, : 1 + len(outcome.path)], prompt_features=before[row, :root] if first else None
-        )
-        for row, (outcome, root) in enumerate(zip(outcomes, roots.host, strict=True))
-    ]
+    return [(block[row], before[row, :root] if first else None) for row, root in enumerate(roots.host)]
 
 
 def _streaming(streamer: Any, observer: Observer | None) -> Observer:

@@ -84,28 +84,21 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         """Return the most positions that are fed at once: a draft's, or those that a round gives features to."""
         return max(super().most_fed(task), most_positions(task))
 
-    @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft for each row; nothing in a text's first round."""
-        if not self.feeder.unfed:
-            # The target has not run on the prompt yet.
-            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0)) for _ in contexts]
-        return super().propose(contexts, draft_lengths)
+        """Draft for each row; nothing in a text's first round, when the target has not run on the prompt yet."""
+        if not self.feeder.parts or max(draft_lengths) < 1:
+            return [Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))] * len(contexts)
+        with torch.inference_mode():
+            return super().propose(contexts, draft_lengths)
 
-    @torch.inference_mode()
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the features of accepted tokens; the next draft feeds them over what was drafted."""
-        features = [outcome.features for outcome in outcomes if outcome.features is not None]
-        assert len(features) == len(outcomes), "the target's features"
-        unfed = []
-        for row, (outcome, new) in enumerate(zip(outcomes, features, strict=True)):
-            parts = [self.feeder.unfed[row]] if self.feeder.unfed else []
+        parts = self.feeder.parts = self.feeder.parts or [[] for _ in outcomes]
+        for row, outcome in zip(parts, outcomes, strict=True):
+            assert outcome.features is not None
             # The first round also brings the prompt's features.
-            for part in (outcome.prompt_features, new):
-                if part is not None and len(part):
-                    parts.append(part.to(*self._home))
-            unfed.append(torch.cat(parts) if len(parts) > 1 else parts[0])
-        self.feeder.unfed = unfed
+            new = [outcome.features] if outcome.prompt_features is None else [outcome.prompt_features, outcome.features]
+            row += [part.to(*self._home) for part in new if len(part)]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Refuse growing trees, and trees under sampling: the draws of their siblings are not known."""
@@ -186,7 +179,17 @@ class StateFeeder(Feeder):
     def __init__(self, model: PreTrainedModel, task: DraftTask, block: int, width: int):
         super().__init__(model, task, task.max_length, block)
         self.width = width
-        self.unfed: list[Tensor] = []  # for each row, (L, F): the features of its positions that are not fed yet
+        self.parts: list[list[Tensor]] = []  # for each row, those of `unfed` in order: a round that feeds none adds one
+
+    @property
+    def unfed(self) -> list[Tensor]:
+        """For each row, (L, F): the features of its positions that are not fed yet."""
+        self.parts = [parts if len(parts) == 1 else [torch.cat(parts)] for parts in self.parts]
+        return [features_LF for (features_LF,) in self.parts]
+
+    @unfed.setter
+    def unfed(self, features: Sequence[Tensor]) -> None:
+        self.parts = [[features_LF] for features_LF in features]
 
     def set_lengths(self, texts: Sequence[Tensor]) -> None:
         """Take note of the texts' lengths: the target has not seen their last tokens."""
@@ -227,7 +230,7 @@ class StateFeeder(Feeder):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only some rows."""
         super().select(rows)
-        self.unfed = [self.unfed[row] for row in rows]
+        self.parts = [self.parts[row] for row in rows]
 
 
 class StepFeeder(StateFeeder):

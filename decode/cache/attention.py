@@ -52,11 +52,13 @@ def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **
     """
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
+    if mask is not None and length > 1:  # one query's mask serves all rows of the head
+        mask = mask.repeat(1, 1, groups, 1)
     packed = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, heads // groups, groups * length, width),
         key,
         value,
-        attn_mask=None if mask is None else mask.repeat(1, 1, groups, 1),
+        attn_mask=mask,
         **options,
     )
     return packed.reshape(rows, heads, length, -1)

@@ -18,6 +18,7 @@ from draftsmith.decode.rules.verification import (
     Verdict,
     chain_verdicts,
     greedy_verdicts,
+    next_tokens,
     tree_verdicts,
 )
 from draftsmith.decode.sampling import Sampler, draw
@@ -87,6 +88,10 @@ class Exact(Rule):
         likeliest: Tensor | None = None,
     ) -> list[Verdict]:
         """Verify all rows at once, with one transfer, where processors read nothing but the scores."""
+        if logits.shape[1] == 1:  # nothing was drafted; draws are eager, for a program of their own would be compiled
+            texts, known = [texts[0] for texts in contexts], None if samplers[0].do_sample else likeliest
+            tokens = next_tokens(samplers, logits[:, 0], texts, generators, known)
+            return [Verdict([], token, []) for token in tokens.tolist()]
         sampler = samplers[0]
         if not sampler.context_free:
             return super().verify_batch(samplers, logits, contexts, proposals, generators)

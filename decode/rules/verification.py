@@ -18,8 +18,8 @@ from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.cache.layers import READ_AT_ONCE
 from draftsmith.decode.proposers.base import Proposal, stack_probabilities, stack_tokens
 from draftsmith.decode.rules.acceptance import Floats, accept_greedy, accept_siblings
-from draftsmith.decode.rules.judged import chain_packet, judged_chains
-from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
+from draftsmith.decode.rules.judged import chain_packet, drawn_packet, drawn_tokens, judged_chains
+from draftsmith.decode.sampling import Sampler, argmax, draw_rows, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT
 
 Generator = torch.Generator | None  # a source of randomness; the global one if None
@@ -55,6 +55,30 @@ class Processed:
         token, broken = torch.stack([chosen, scores_V[chosen].isnan().to(chosen.dtype)]).tolist()
         self.broken |= bool(broken)
         return token
+
+
+def next_tokens(
+    samplers: Sequence[Sampler],
+    logits_BV: Tensor,
+    contexts: Sequence[Tensor],
+    generators: Sequence[Generator],
+    likeliest_BK: Tensor | None,
+) -> Tensor:
+    """Return the target's token after each context, (B,); `NO_TOKEN` for NaN.
+
+    `likeliest_BK` has the argmax in its last column, where the target ran compiled.
+    """
+    sampler, temperature = samplers[0], samplers[0].temperature
+    if sampler.do_sample:
+        u_B = uniforms(generators, [1] * len(contexts), torch.float64, logits_BV.device)[:, 0]
+    # A target that ran compiled has its argmax already, and draws by a program where only T changes its logits.
+    if likeliest_BK is not None and temperature is not None:
+        return drawn_tokens(logits_BV, temperature, u_B) if sampler.do_sample else likeliest_BK[:, -1]
+    scores_BV = scores_of_rows(samplers, logits_BV, [] if sampler.context_free else contexts)
+    if sampler.do_sample:
+        return drawn_packet(scores_BV, u_B)
+    tokens_B = argmax(scores_BV)  # the first NaN, if there is one
+    return tokens_B.masked_fill(scores_BV.gather(1, tokens_B[:, None])[:, 0].isnan(), NO_TOKEN)
 
 
 def greedy_verdicts(
