@@ -15,8 +15,17 @@ from draftsmith.decode.round_costs import RoundCosts, best_draft_length, interpo
 
 FIRST_ROUNDS, FIRST_SPEEDUP = 30, 1.1
 """How many rounds a plan takes for granted at first that drafting pays, and by how much."""
-SLOW_DECAY = 0.99  # of the speed of drafting: over a hundred rounds, since one brings from one to γ + 1 tokens
-LEAST_VARIANCE = 0.25  # of the depths that tell what a slot costs; γ = 4 has it with a fifteenth of its rounds at 2
+SLOW_DECAY = 0.99  # of the seconds of rounds
+RATE_DECAY = 0.995  # of the speed of drafting: over two hundred rounds, since one brings from one to γ + 1 tokens
+GIVE_UP = 0.95
+"""The speed-up below which a plan drafts no more, until it is 1 again: it is known to a few percent."""
+HOLDS = 3  # the rounds for which a choice is kept: making it takes a tenth of a millisecond
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256
+"""While drafting does not pay, the 16th round tries it, and then one after twice as many each time: they are dear."""
+CLOSE, CLOSE_ROUNDS, FAR_ROUNDS = 1.25, 5.0, 1.5
+"""How many recent rounds without a draft a plan wants to know while drafting is at most this much faster, or more: what
+such a round takes decides whether drafting pays, and changes with the machine."""
+OTHERS = 4  # every fourth choice for drafts at once tries another length
 
 
 class Line:
@@ -25,17 +34,21 @@ class Line:
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, x, y, x², x·y
 
+    @property
+    def weight(self) -> float:
+        """The number of points, old ones counting less."""
+        return self._sums[0]
+
+    def fade(self) -> None:
+        """Let all points lose weight."""
+        self._sums = [SLOW_DECAY * s for s in self._sums]
+
     def add(self, x: float, y: float, most: float) -> None:
         """Add a point; one that is farther than `most` from the line of earlier ones is moved closer."""
         if self._sums[0] > 3:
             y = min(max(y, self.at(x) - most), self.at(x) + most)
-        self._sums = [SLOW_DECAY * s + new for s, new in zip(self._sums, (1, x, y, x * x, x * y), strict=True)]
-
-    def wants(self, x: float, usual: float) -> bool:
-        """Return whether the slope is hardly known, and a point at x would tell more of it than one at `usual`."""
-        weight, xs, _, xx, _ = self._sums
-        mean = xs / weight
-        return xx / weight - mean**2 < LEAST_VARIANCE and abs(x - mean) > abs(usual - mean)
+        self.fade()
+        self._sums = [s + new for s, new in zip(self._sums, (1, x, y, x * x, x * y), strict=True)]
 
     def at(self, x: float, origin: float | None = None) -> float:
         """Return the line's value; `origin`, if given, is that of one more point at 0."""
@@ -49,7 +62,7 @@ class Line:
 
 @dataclass
 class Plan:
-    """Chooses γ ≤ `longest` anew each round, from the acceptance over recent rounds of all rows and the costs.
+    """Chooses γ ≤ `longest` anew every few rounds, from the acceptance over recent rounds of all rows and the costs.
 
     Chains of drafters that know their confidence are also cut within the round: a slot is verified while the tokens
     that it and later slots are expected to bring exceed those of recent rounds in the same time. All that this looks
@@ -69,11 +82,14 @@ class Plan:
     # For each slot the recent rounds that might draft it, and verified, or accepted, the slot before it, or its own
     _slots: list[tuple[float, float, float, float]] = field(default_factory=list, init=False)
     _asked: int = field(default=0, init=False)  # γ of the round
-    # B → a row's tokens in recent rounds that drafted, and the seconds of these rounds
+    # B → a row's tokens in recent rounds that drafted, and those that plain decoding would have brought in their time
     _speeds: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
     _rows: int = field(default=0, init=False)  # of the last round
     _started: int = field(default=0, init=False)  # rows of the present call
-    _idle: int = field(default=0, init=False)
+    _choice: int = field(default=0, init=False)  # the last γ
+    _holds: int = field(default=0, init=False)  # for how many more rounds
+    _choices: int = field(default=0, init=False)  # of drafts at once
+    _pause: int = field(default=0, init=False)  # how long nothing is drafted between two tries; 0 while drafting pays
     _target: dict[int, dict[int, float]] = field(default_factory=dict, init=False)  # B → k → t(k)
     _forwards: dict[tuple[int, int], float] = field(default_factory=dict, init=False)  # B, k → t(k), interpolated
     _blocks: list[int] = field(default_factory=list, init=False)  # tokens that a row verifies, by depth of the draft
@@ -83,15 +99,19 @@ class Plan:
     # Of the last round: its begin, number of rows, whether it drafted, the draft's size, nodes, earlier compilations
     _round: tuple[float, tuple[int, bool], float, int, int] | None = field(default=None, init=False)
     _present: RoundCosts | None = field(default=None, init=False)  # of the round
-    _first: bool = field(default=True, init=False)  # the call's first round is not timed: it has the prompts' forward
+    # By whether a round drafts, how many more such rounds of the call are not timed: the first has the prompts'
+    # forward, and the second of a drafter of features its own over the prompts
+    _untimed: dict[bool, int] = field(default_factory=dict, init=False)
     _proposer: Proposer | None = field(default=None, init=False)
 
     def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
         """Begin with new rows, and measure the target unless its costs were given or measured for such drafts."""
         if proposer is not self._proposer:
-            self._rests, self._speeds = {}, {}
+            self._rests, self._speeds, self._pause = {}, {}, 0
+        if not self._pause:
+            self._holds = 0
         self._proposer, self._started, self._forwards = proposer, rows, {}
-        self._round, self._first = None, True
+        self._round, self._untimed = None, {False: 1, True: 2}
         self._blocks = [1 + proposer.nodes(depth) for depth in range(self.longest + 1)]
         largest = self._blocks[-1]
         sizes = sorted({1, 2, (largest + 2) // 2, largest})
@@ -101,6 +121,10 @@ class Plan:
 
     def draft_length(self, rows: int = 1) -> int:
         """Return γ for the next round of this number of rows, and set the levels by which its chains are cut."""
+        over = not self._holds
+        if not over and rows == self._rows:
+            self._holds -= 1
+            return self._choice
         longest, nodes, proposer = self.longest, None, self._proposer
         if proposer is not None:  # its own limit, and its trees' sizes
             nodes = proposer.nodes
@@ -112,8 +136,8 @@ class Plan:
         least, probe = 0, 1
         if proposer is not None and proposer.cuts:
             # At first drafting is taken to pay.
-            tokens, seconds = self._speeds.setdefault(rows, (FIRST_ROUNDS * FIRST_SPEEDUP, FIRST_ROUNDS * plain))
-            speedup = tokens * plain / seconds
+            tokens, forwards = self._speeds.setdefault(rows, (FIRST_ROUNDS * FIRST_SPEEDUP, FIRST_ROUNDS))
+            speedup = tokens / forwards
             rate = max(speedup, 1.0) / plain  # plain decoding's can always be had
             step = costs.draft_step if proposer.stops else 0.0
             self.cut.levels = [rate * seconds for seconds in costs.slot_prices(longest, acceptance, step)]
@@ -123,62 +147,67 @@ class Plan:
                 self.cut.undrafted = [rate * seconds for seconds in undrafted]
             if proposer.stops or proposer.at_once:
                 # Many recent rounds that paid say more than the few by which a slot is judged.
-                least, probe = int(speedup >= 1), longest
+                least, probe = int(speedup >= (1.0 if self._pause else GIVE_UP)), longest
+                rest, wanted = self._rest(rows, False), CLOSE_ROUNDS if speedup < CLOSE else FAR_ROUNDS
+                if self.costs is None and least and (rest is None or rest.weight < wanted):
+                    return 0
         if proposer is not None and proposer.stops:
             best = longest * least  # what is cut was not drafted in vain
         else:
             best = best_draft_length(costs, *self._shares(acceptance, longest), nodes, least)
-        # While drafting does not pay, a round drafts now and then, and cuts nothing, to notice when it would: the 16th,
-        # the 32nd, and each time after twice as many, 256 at most, since such a round is dear.
-        self._idle = 0 if best else self._idle + 1
-        if proposer is not None and proposer.at_once and self.costs is None:
-            # Drafts of one length would not show what their last slots cost.
-            rest, usual = self._rest(rows, True), best or longest
-            if rest is not None and usual > 1 and rest.wants(usual // 2, usual):
-                return usual // 2
-        if self._idle < 16 or (self._idle & (self._idle - 1) and self._idle % 256):
-            return best
-        self.cut.levels = ()
-        return probe
+        last, self._choice = self._choice, best
+        if best:
+            self._pause, self._holds = 0, HOLDS
+        elif over and self._pause and not last:  # a try, which cuts nothing
+            self._pause, self._choice, self.cut.levels = min(2 * self._pause, LONGEST_PAUSE), probe, ()
+        elif over or last:
+            self._pause = self._pause or FIRST_PAUSE
+            self._holds = self._pause - 2
+        if best and proposer is not None and proposer.at_once and self.costs is None:
+            # Drafts of one length would not show what their last slots cost, or what longer ones bring.
+            self._choices += 1
+            if self._choices % OTHERS == 1 and longest > 1:
+                self._holds = 0
+                return best * 2 if best * 2 <= longest else best // 2
+        return self._choice
 
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
         """Let the proposer draft for rows with room for `room` tokens each; time it where no costs were given."""
-        self._rows = len(room)
         begin, last = time.perf_counter(), self._round
         if last is not None and last[-1] == compilations():  # its tokens have been read on the host
             since, kind, size, nodes, _ = last
             forward = self._forward(kind[0], 1 + nodes)
             self._rests.setdefault(kind, Line()).add(size, begin - since - forward, forward / 4)
-        gamma, before, self.cut.seen = self.draft_length(self._rows), compilations(), 0
+            if kind[1] and (undrafted := self._rest(kind[0], False)):
+                undrafted.fade()  # no older than what it is compared with
+        gamma, before, self.cut.seen = self.draft_length(len(room)), compilations(), 0
+        self._rows = len(room)
         lengths = [min(gamma, tokens) for tokens in room]
         self._asked, drafts = max(lengths), proposer.propose(contexts, lengths)
         depth, nodes = max(draft.tree.depth for draft in drafts), max(len(draft.tree) for draft in drafts)
-        cut = proposer.cuts and any(draft.confidence is not None for draft in drafts)
+        cut = proposer.cuts and self._asked and any(draft.confidence is not None for draft in drafts)
         # The q that stops a draft was computed, too.
         steps = self.cut.seen if proposer.stops else self._asked
         if cut and self._rows in self._speeds and (costs := self._present) is not None:
-            kept = SLOW_DECAY ** (16 if self._idle else 1)  # the round stands for some that did not draft
-            tokens, seconds = self._speeds[self._rows]
-            self._speeds[self._rows] = kept * tokens, kept * seconds + costs.round_seconds(steps, nodes=depth)
-        if self.costs is None and not self._first:
-            self._round = (
-                begin,
-                (self._rows, gamma > 0),
-                steps if proposer.stops else (steps + depth) / 2,
-                nodes,
-                before,
-            )
-        self._first = False
+            kept = RATE_DECAY ** (16 if self._pause else 1)  # the round stands for some that did not draft
+            tokens, forwards = self._speeds[self._rows]
+            now = costs.round_seconds(steps, nodes=depth) / (costs.target[1] + costs.plain_overhead)
+            self._speeds[self._rows] = kept * tokens, kept * forwards + now
+        self._round, untimed = None, self._untimed[gamma > 0]
+        self._untimed = {False: 0, True: max(0, self._untimed[True] - (gamma > 0))}
+        if self.costs is None and not untimed:
+            size = steps if proposer.stops else (steps + depth) / 2
+            self._round = begin, (self._rows, gamma > 0), size, nodes, before
         return drafts
 
     def observe(self, accepted: int, draft: Proposal, drafted: int) -> None:
         """Update the estimates with the result of one row's draft, of whose depths `drafted` count."""
-        if draft.confidence is not None and draft.tree.is_chain:
+        if self._asked and draft.confidence is not None and draft.tree.is_chain:
             if self._rows in self._speeds:
-                tokens, seconds = self._speeds[self._rows]
-                self._speeds[self._rows] = tokens + (1 + accepted) / self._rows, seconds
+                tokens, forwards = self._speeds[self._rows]
+                self._speeds[self._rows] = tokens + (1 + accepted) / self._rows, forwards
             self.cut.observe(draft.confidence, accepted, drafted)
         if drafted:  # old rounds lose weight; a round has one rejection at most
             self._accepted = self._accepted * self.decay + accepted

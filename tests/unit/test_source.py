@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 14_256,
+    "decode": 14_306,
     "train": 17_189,
     "distill": 2_930,
-    "medusa": 11_124,
+    "medusa": 11_127,
     "scripts": 19_627,
     "benchmarks": 3_048,
-    "tests": 59_954,
+    "tests": 59_959,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
