@@ -141,6 +141,25 @@ def test_stopping_a_draft_early_is_lossless_and_saves_drafted_tokens(target, dra
         DraftModelProposer(draft, tree=DynamicTree(), stop=stop)
 
 
+class Never(Plan):
+    """A plan that drafts nothing."""
+
+    def draft_length(self, rows=1):
+        return 0
+
+
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"repetition_penalty": 1.3}, {"do_sample": False}])
+@pytest.mark.parametrize("lengths", [(5,), (3, 6, 4)])
+def test_rounds_without_drafts_are_plain_decoding(target, draft, options, lengths):
+    """Sampled texts are the same, too: such a round takes the one random number that plain decoding takes."""
+    ids, mask = batch(*lengths)
+    options = {"max_new_tokens": 24, "do_sample": True, "seed": 5, **options}
+    plan = Never(RoundCosts({1: 1.0}, 0.0))
+    idle = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=plan, **options)
+    assert idle.sequences.tolist() == autoregressive_generate(target, ids, mask, **options).sequences.tolist()
+    assert idle.counts.num_draft_tokens == 0 and idle.counts.num_drafts == 24 * len(lengths)
+
+
 def test_planned_lengths_follow_costs_and_acceptance(target, draft):
     ids, mask = batch(3, 7, 5)
     plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences

@@ -25,7 +25,7 @@ BUDGET = {
     "medusa": 11_127,
     "scripts": 19_627,
     "benchmarks": 3_048,
-    "tests": 59_959,
+    "tests": 59_978,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 
