@@ -29,7 +29,7 @@ from benchmarks.common import (
 from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.clock import now, timed
 from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
-from draftsmith.decode.round_costs import verification_costs
+from draftsmith.decode.planning.costs import verification_costs
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.provenance import environment
 

@@ -24,7 +24,7 @@ from benchmarks.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, main
 from draftsmith.decode.errors import InputError, one_of, require, require_some
 from draftsmith.decode.measurement.costs import measure_costs
 from draftsmith.decode.measurement.intervals import ratio, ratio_difference
-from draftsmith.decode.round_costs import RoundCosts
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.kinds import drafter_specs, recipes

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from draftsmith.decode.generation import DecodeOutput as DecodeOutput
     from draftsmith.decode.measurement.replay import Replay as Replay
     from draftsmith.decode.measurement.replay import replay_acceptance as replay_acceptance
-    from draftsmith.decode.planner import FixedLength as FixedLength
-    from draftsmith.decode.planner import Plan as Plan
+    from draftsmith.decode.planning.plan import FixedLength as FixedLength
+    from draftsmith.decode.planning.plan import Plan as Plan
     from draftsmith.decode.proposers.base import Proposal as Proposal
     from draftsmith.decode.proposers.base import Proposer as Proposer
     from draftsmith.decode.proposers.draft_model import DraftModelProposer as DraftModelProposer
@@ -48,7 +48,7 @@ _EXPORTS = {
     "errors": ("InputError",),
     "generation": ("DecodeOutput",),
     "measurement.replay": ("Replay", "replay_acceptance"),
-    "planner": ("FixedLength", "Plan"),
+    "planning.plan": ("FixedLength", "Plan"),
     "proposers.base": ("Proposal", "Proposer"),
     "proposers.draft_model": ("DraftModelProposer",),
     "proposers.draft_tree": ("DynamicTree",),

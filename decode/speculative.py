@@ -17,7 +17,7 @@ from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
-from draftsmith.decode.planner import FixedLength, Plan, as_plan
+from draftsmith.decode.planning.plan import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, stack_tokens
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule

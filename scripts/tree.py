@@ -18,10 +18,10 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import tree_search
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
 from draftsmith.decode.measurement.turns import Parts, loop_turns, measure_until_agreement
+from draftsmith.decode.planning.costs import RoundCosts, verification_costs
 from draftsmith.decode.progress import phase, track
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.round_costs import RoundCosts, verification_costs
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.validation import read

@@ -11,7 +11,7 @@ from benchmarks.gpu.shapes import SIZES as SHAPES
 from benchmarks.timing import methods, options_at, prompts, timed_rounds
 from draftsmith.decode import DraftModelProposer
 from draftsmith.decode.cache import graphs
-from draftsmith.decode.round_costs import verification_costs
+from draftsmith.decode.planning.costs import verification_costs
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import set_attention

@@ -22,9 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, timed
 from draftsmith.decode.measurement.turns import Parts, Timing, loop_turns, measure_until_agreement, text_windows
-from draftsmith.decode.progress import track
-from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
-from draftsmith.decode.round_costs import (
+from draftsmith.decode.planning.costs import (
     RoundCosts,
     interpolate,
     rounds_with_others,
@@ -32,6 +30,8 @@ from draftsmith.decode.round_costs import (
     turn_seconds,
     verification_costs,
 )
+from draftsmith.decode.progress import track
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount
 

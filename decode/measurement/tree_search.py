@@ -14,8 +14,8 @@ import numpy as np
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.tree import ROOT, Tree
 
 Path = tuple[int, ...]

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.clock import now
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
 

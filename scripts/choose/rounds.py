@@ -15,8 +15,8 @@ from draftsmith.decode import HybridProposer, Proposer, Switch
 from draftsmith.decode.cache.program import NotCompiled, nothing_compiled
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
+from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.progress import time_text
-from draftsmith.decode.round_costs import text_seconds
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.settings import load_fastest

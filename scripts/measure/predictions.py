@@ -14,7 +14,7 @@ import numpy as np
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
-from draftsmith.decode.round_costs import RoundCosts, stack_sizes, text_seconds
+from draftsmith.decode.planning.costs import RoundCosts, stack_sizes, text_seconds
 from draftsmith.scripts.measure.replays import contexts_of, groups_of_texts, groups_of_tokens
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
 from draftsmith.scripts.report.entries import (

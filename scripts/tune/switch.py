@@ -20,8 +20,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, ratio
 from draftsmith.decode.measurement.replay import Replay, replay_drafters
+from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.progress import track
-from draftsmith.decode.round_costs import text_seconds
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded, read_tokens
 from draftsmith.scripts.settings import load_fastest

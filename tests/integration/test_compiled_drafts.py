@@ -33,9 +33,9 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import program
 from draftsmith.decode.measurement.exactness import first_mismatch
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.medusa import BlockProposer, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
 

@@ -16,9 +16,9 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.planner import Plan
+from draftsmith.decode.planning.costs import RoundCosts
+from draftsmith.decode.planning.plan import Plan
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
 

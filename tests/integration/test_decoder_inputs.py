@@ -34,8 +34,8 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
-from draftsmith.decode.round_costs import RoundCosts
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 

@@ -23,7 +23,7 @@ from draftsmith.decode import DraftModelProposer, clock
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
-from draftsmith.decode.round_costs import RoundCosts
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.block.formats import export as block_export

@@ -15,10 +15,10 @@ from draftsmith.decode import (
     DraftModelProposer,
     InputError,
     autoregressive_generate,
-    round_costs,
     speculative_generate,
 )
 from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.planning import costs
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart, tree
 from draftsmith.train.data.corpus import stdlib_modules, stdlib_prompts
@@ -85,7 +85,7 @@ def short(monkeypatch):
     shorten(monkeypatch)
     monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
     monkeypatch.setattr(tree, "REPEATS", 1)
-    monkeypatch.setattr(round_costs, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
+    monkeypatch.setattr(costs, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
 
 
 def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch, short):

@@ -19,8 +19,8 @@ from statistical.test_enumeration import (
 from transformers import LogitsProcessorList
 
 from draftsmith.decode import FixedLength, InputError, Plan, Tree, replay_acceptance
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.survival import Survival
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.medusa import BlockProposer, EagleProposer, MedusaProposer
 
 COSTS = RoundCosts({1: 1.0, 2: 1.3, 3: 1.6}, draft_step=0.05)

@@ -19,13 +19,13 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 BUDGET = {
-    "decode": 14_306,
+    "decode": 14_307,
     "train": 17_189,
     "distill": 2_930,
     "medusa": 11_127,
     "scripts": 19_627,
     "benchmarks": 3_048,
-    "tests": 59_978,
+    "tests": 59_979,
 }
 """The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
 

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.measurement.costs import drafting_seconds
+from draftsmith.decode.planning.costs import RoundCosts, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.decode.round_costs import RoundCosts, acceptance_length, verification_costs
 from draftsmith.decode.tree import Tree
 from draftsmith.train.kinds.findings import Finding
 

@@ -1,7 +1,7 @@
 """Predicted speeds of a pair at every load, from a report of `draftsmith measure`: costs times acceptance.
 
-A round of γ drafted tokens emits τ(γ) tokens for d(γ) + t(γ + 1) + o seconds (`decode/round_costs.py`). All three costs
-grow with the rows decoded together. τ comes from replay, for the request's category if the report has it.
+A round of γ drafted tokens emits τ(γ) tokens for d(γ) + t(γ + 1) + o seconds (`decode/planning/costs.py`). All three
+costs grow with the rows decoded together. τ comes from replay, for the request's category if the report has it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -18,8 +18,8 @@ from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs, turns
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts, ValidTable, measure_costs
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import parse
 from draftsmith.medusa import MedusaHeads, MedusaProposer

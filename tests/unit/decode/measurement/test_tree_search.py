@@ -21,8 +21,8 @@ from draftsmith.decode.measurement.tree_search import (
     search_tree,
     tree_choices,
 )
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.replay.ranks import NONE, TextRanks
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.tree import Tree
 
 

@@ -18,11 +18,11 @@ from draftsmith.decode import (
     Proposer,
     Tree,
     clock,
-    planner,
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.planner import Plan
+from draftsmith.decode.planning import plan as plans
+from draftsmith.decode.planning.plan import Plan
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
@@ -67,7 +67,7 @@ def test_reads_of_a_round_do_not_grow_with_rows(monkeypatch, name):
 def test_a_plan_does_not_wait_for_the_device(monkeypatch):
     """A round has ended when the host knows its tokens, so the time between drafts is that of rounds."""
     target, plan = tiny_llama(0), Plan()
-    monkeypatch.setattr(planner, "verification_costs", lambda *args, **options: {1: 1.0, 9: 1.1})
+    monkeypatch.setattr(plans, "verification_costs", lambda *args, **options: {1: 1.0, 9: 1.1})
     monkeypatch.setattr(clock, "now", lambda device: pytest.fail("the clock waits"))
     speculative_generate(target, PromptLookupProposer(), PROMPTS, draft_length=plan, max_new_tokens=12, do_sample=False)
     assert plan._rests

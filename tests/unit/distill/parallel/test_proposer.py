@@ -6,8 +6,8 @@ from conftest import tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from draftsmith.decode import InputError, ParallelDraftProposer, Plan, Tree, replay_acceptance, speculative_generate
+from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.replay.texts import WrittenText
-from draftsmith.decode.round_costs import RoundCosts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.parallel.layout import tree_of
 from draftsmith.distill.parallel.replay import text_acceptance

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftsmith.decode import Proposal, Proposer, Tree, planner
+from draftsmith.decode import Proposal, Proposer, Tree
 from draftsmith.decode.clock import PROGRAMS
-from draftsmith.decode.planner import Plan
-from draftsmith.decode.round_costs import RoundCosts
+from draftsmith.decode.planning import plan as plans
+from draftsmith.decode.planning.costs import RoundCosts
+from draftsmith.decode.planning.plan import Plan
 
 
 def test_a_plan_gives_up_tries_again_and_comes_back(target):
@@ -70,8 +71,8 @@ class Clocked(Proposer):
 def test_what_drafts_at_once_is_priced_by_the_draft(target, monkeypatch):
     """Four tokens a draft: one forward of 1 s, or four of 0.5 s; where all are accepted the one pays to its longest."""
     clock = [0.0]
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 2: 1.0, 9: 1.0})
+    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(plans, "verification_costs", lambda *a, **k: {1: 1.0, 2: 1.0, 9: 1.0})
     for at_once, longest, best in ((True, 6, 6), (True, None, 8), (False, None, 0)):
         plan, proposer = Plan(), Clocked(at_once, clock, longest)
         plan.start(target, proposer, 1, 8, False)
@@ -85,8 +86,8 @@ def test_what_drafts_at_once_is_priced_by_the_draft(target, monkeypatch):
 def test_a_plan_learns_what_rounds_take(target, monkeypatch):
     """A forward takes 1 s at any length, but a round 0.5 s more, and 0.25 s with each drafted token; once 100 s."""
     clock, plan = [0.0], Plan(longest=4)
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.0})
+    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(plans, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.0})
     proposer = Confident(plan, [0.9] * 4)
     plan.start(target, proposer, 1, 8, False)
     for turn in range(60):
@@ -105,8 +106,8 @@ def test_a_plan_learns_what_rounds_take(target, monkeypatch):
 def test_a_plan_of_a_drafter_that_drafts_at_once_tries_shorter_drafts(target, monkeypatch):
     """Each drafted token takes 0.25 s: drafts that nothing cuts are tried at half of γ while that is not known."""
     clock, plan = [0.0], Plan(longest=4)
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.0})
+    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(plans, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.0})
     proposer, depths = Confident(plan, [0.9] * 4), []
     plan.start(target, proposer, 1, 8, False)
     for _ in range(150):
@@ -122,8 +123,8 @@ def test_a_plan_of_a_drafter_that_drafts_at_once_tries_shorter_drafts(target, mo
 def test_a_plan_drafts_at_once_what_pays(target, monkeypatch):
     """A drafted token takes 0.5 s even if it is cut, and the first one is accepted: longer drafts bring nothing."""
     clock, plan = [0.0], Plan(longest=4)
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.4})
+    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(plans, "verification_costs", lambda *a, **k: {1: 1.0, 5: 1.4})
     proposer, lengths = Confident(plan, [0.9, 0.4, 0.4, 0.4]), []
     propose, proposer.propose = proposer.propose, lambda contexts, k: lengths.append(k[0]) or propose(contexts, k)
     plan.start(target, proposer, 1, 8, False)

@@ -3,7 +3,7 @@
 import pytest
 
 from draftsmith.decode import InputError
-from draftsmith.decode.round_costs import RoundCosts, acceptance_length, best_draft_length, verification_costs
+from draftsmith.decode.planning.costs import RoundCosts, acceptance_length, best_draft_length, verification_costs
 
 
 def test_verification_is_interpolated_and_extrapolated():

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.clock import compilations
 from draftsmith.decode.errors import InputError, at_least, at_most
+from draftsmith.decode.planning.costs import RoundCosts, best_draft_length, interpolate, verification_costs
 from draftsmith.decode.proposers.base import Proposal, Proposer
 from draftsmith.decode.proposers.survival import Survival
-from draftsmith.decode.round_costs import RoundCosts, best_draft_length, interpolate, verification_costs
 
 FIRST_ROUNDS, FIRST_SPEEDUP = 30, 1.1
 """How many rounds a plan takes for granted at first that drafting pays, and by how much."""

@@ -1,0 +1,1 @@
+"""The costs of rounds, and plans of draft lengths by them."""
