@@ -28,7 +28,7 @@ from benchmarks.common import (
 )
 from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.clock import now, timed
-from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_product
 from draftsmith.decode.planning.costs import verification_costs
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.provenance import environment
@@ -101,7 +101,7 @@ def bench(config: BenchDecodeConfig) -> dict[str, Any]:
 
 def _over(results: Sequence[Decoded], others: Sequence[Decoded]) -> Estimate:
     """Return the ratio of two methods' tokens per second, with an interval over prompts."""
-    return rate_ratio(*tokens_and_seconds(results), *tokens_and_seconds(others))
+    return ratio_product(*tokens_and_seconds(results), *tokens_and_seconds(others)[::-1])
 
 
 def _mean_acceptance_length(results: Sequence[Decoded]) -> float | None:

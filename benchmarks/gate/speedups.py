@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import Figures
 from benchmarks.gate import BenchGateConfig
-from draftsmith.decode.measurement.intervals import Values, confidence_of_each, rate_ratio_interval
+from draftsmith.decode.measurement.intervals import Values, confidence_of_each, product_interval
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 
 BOUND, CONFIDENCE = 1.2, 0.95
@@ -52,9 +52,9 @@ class Times:
         return cls(tokens_n, plain_n, seconds_Sn)
 
     def columns(self, setting: int) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Return tokens and seconds of a setting, then of plain decoding, prompt by prompt."""
+        """Return tokens and seconds of a setting, then seconds and tokens of plain decoding, prompt by prompt."""
         tokens, plain = self.tokens_n.tolist(), self.plain_n.tolist()
-        return tokens, self.seconds_Sn[setting].tolist(), tokens, plain
+        return tokens, self.seconds_Sn[setting].tolist(), plain, tokens
 
     def speedups(self) -> Values:
         """Return each setting's own, (S,)."""
@@ -63,7 +63,7 @@ class Times:
 
     def lower_ends(self, confidence: float) -> Values:
         """Return the lower end of each setting's interval, (S,)."""
-        found = [rate_ratio_interval(*self.columns(i), confidence=confidence) for i in range(len(self.seconds_Sn))]
+        found = [product_interval(*self.columns(i), confidence=confidence) for i in range(len(self.seconds_Sn))]
         return np.array([-np.inf if ends is None else ends[0] for ends in found])
 
     def held_out(self) -> float:

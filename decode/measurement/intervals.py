@@ -5,15 +5,16 @@ Hesterberg (2015, "What Teachers Should Know About the Bootstrap"). In simulated
 τ, α, speed-up and gain in 94 % of cases, plain percentiles and BCa in 92 %.
 
 Other levels need tails, which a bootstrap of 16 prompts does not have. Gates and alarms use `ratio_interval`,
-`difference_interval` and `rate_ratio_interval`: Student's t with the jackknife's standard error (Tukey 1958; Efron and
-Tibshirani 1993, chapter 11). docs/benchmarks.md has a simulation of their coverage.
+`difference_interval` and `product_interval`: Student's t with the jackknife's standard error (Tukey 1958; Efron and
+Tibshirani 1993, chapter 11). docs/benchmarks.md has simulations of their coverage.
 
 All estimates of n prompts share one resampling, so that many are one matrix product, and equal data give equal
-intervals. Shapes: R resamples, n prompts, M estimates, C columns.
+intervals. Where only the first prompts have a column's value, they and the others are resampled apart (strata: Efron
+and Tibshirani, section 8.4). Shapes: R resamples, n prompts, M estimates, C columns.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -99,9 +100,14 @@ def ratio_difference(*columns: Sequence[float]) -> Estimate:
     return _estimates(_difference, *([column] for column in columns))[0]
 
 
-def rate_ratio(*columns: Sequence[float]) -> Estimate:
-    """Estimate (Σn ÷ Σd) ÷ (Σn2 ÷ Σd2) from columns n, d, n2, d2, paired as in `ratio_difference`."""
-    return _estimates(_quotient, *([column] for column in columns))[0]
+def ratio_product(*columns: Sequence[float]) -> Estimate:
+    """Estimate Π Σn ÷ Σd over the pairs of columns n, d, n2, d2, …, resampled together.
+
+    A speed-up is the tokens per second of two ways to decode the same prompts: `tokens, seconds, plain_seconds,
+    plain_tokens`. A column may hold only the first prompts; the estimate's `n` is the length of the shortest.
+    """
+    first = min(map(len, columns))
+    return replace(_estimates(_product, *([column] for column in padded(columns)), first=first)[0], n=first)
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], confidence: float) -> Interval | None:
@@ -114,13 +120,10 @@ def difference_interval(*columns: Sequence[float], confidence: float) -> Interva
     return _students(_difference, *columns, confidence=confidence)
 
 
-def rate_ratio_interval(*columns: Sequence[float], confidence: float) -> Interval | None:
-    """Return the interval of `rate_ratio` at any confidence level, by Student's t of its logarithm."""
-
-    def logarithm(n: Values, d: Values, n2: Values, d2: Values) -> Values:
-        return np.log(_quotient(n, d, n2, d2))
-
-    ends = _students(logarithm, *columns, confidence=confidence)
+def product_interval(*columns: Sequence[float], confidence: float) -> Interval | None:
+    """Return the interval of `ratio_product` at any confidence level, by Student's t of its logarithm."""
+    first = min(map(len, columns))
+    ends = _students(lambda *sums: np.log(_product(*sums)), *padded(columns), confidence=confidence, first=first)
     return None if ends is None else (float(np.exp(ends[0])), float(np.exp(ends[1])))
 
 
@@ -129,17 +132,26 @@ def confidence_of_each(confidence: float, count: int) -> float:
     return 1 - (1 - confidence) / max(count, 1)
 
 
-def _students(statistic: Callable[..., Values], *columns: Sequence[float], confidence: float) -> Interval | None:
-    """Return Student's interval of a statistic of sums over n prompts; None where they are too few."""
+def padded(columns: Sequence[Sequence[float]]) -> list[Values]:
+    """Return the columns with zeros for the prompts that they lack."""
+    longest = max(map(len, columns))
+    return [np.pad(np.asarray(column, np.float64), (0, longest - len(column))) for column in columns]
+
+
+def _students(
+    statistic: Callable[..., Values], *columns: ArrayLike, confidence: float, first: int | None = None
+) -> Interval | None:
+    """Return Student's interval of a statistic of sums over n prompts; None where they, or the `first`, are too few."""
     values_Cn = np.asarray(columns, dtype=np.float64)
-    prompts, sums_C = values_Cn.shape[1], values_Cn.sum(1)
+    prompts, sums_C = values_Cn.shape[1] if first is None else first, values_Cn.sum(1)
     if prompts < LEAST:
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         value = statistic(*sums_C)
-        # The jackknife: the statistic without each prompt in turn.
+        # The jackknife: the statistic without each prompt in turn, stratum by stratum.
         without_n = statistic(*(sums_C[:, None] - values_Cn))
-        error = np.sqrt((prompts - 1) * np.var(without_n))
+        parts = [part for part in np.split(without_n, [prompts]) if len(part)]
+        error = np.sqrt(sum((len(part) - 1) * np.var(part) for part in parts))
     half = float(stats.t.ppf((1 + confidence) / 2, prompts - 1) * error)
     ends = float(value) - half, float(value) + half
     return ends if np.isfinite(ends).all() else None
@@ -153,17 +165,17 @@ def _difference(n: Values, d: Values, n2: Values, d2: Values) -> Values:
     return n / d - n2 / d2
 
 
-def _quotient(n: Values, d: Values, n2: Values, d2: Values) -> Values:
-    return n / d * d2 / n2
+def _product(*sums: Values) -> Values:
+    return np.prod([n / d for n, d in zip(sums[::2], sums[1::2], strict=True)], axis=0)
 
 
-def _estimates(statistic: Callable[..., Values], *columns: ArrayLike) -> list[Estimate]:
-    """Estimate M statistics of sums over n prompts; each column is (M, n)."""
+def _estimates(statistic: Callable[..., Values], *columns: ArrayLike, first: int | None = None) -> list[Estimate]:
+    """Estimate M statistics of sums over n prompts; each column is (M, n), of which `first` may be a stratum."""
     arrays = [np.asarray(values, dtype=np.float64) for values in columns]
     count, prompts = arrays[0].shape
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(*(rows.sum(-1) for rows in arrays))
-    bounds = _bounds(statistic, arrays, count)
+    bounds = _bounds(statistic, arrays, count, prompts if first is None else first)
     defined = np.all([rows.sum(-1) for rows in arrays[1::2]], axis=0)  # no denominator is zero
     return [
         _estimate(value, low, high, prompts) if is_defined else Estimate(None, None, prompts)
@@ -171,14 +183,13 @@ def _estimates(statistic: Callable[..., Values], *columns: ArrayLike) -> list[Es
     ]
 
 
-def _bounds(statistic: Callable[..., Values], arrays: Sequence[Values], count: int) -> Values:
+def _bounds(statistic: Callable[..., Values], arrays: Sequence[Values], count: int, first: int) -> Values:
     """Return the ends of `count` 95 % intervals, (2, count); NaN where there are too few prompts."""
-    prompts = arrays[0].shape[1]
-    if prompts < LEAST:
+    if first < LEAST:
         return np.full((2, count), np.nan)
-    tail = 50 * (1 - _expanded(0.95, prompts))
+    tail = 50 * (1 - _expanded(0.95, first))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.percentile(statistic(*_resampled_sums(arrays)), [tail, 100 - tail], axis=0)
+        return np.percentile(statistic(*_resampled_sums(arrays, first)), [tail, 100 - tail], axis=0)
 
 
 def _estimate(value: float, low: float, high: float, prompts: int) -> Estimate:
@@ -186,21 +197,25 @@ def _estimate(value: float, low: float, high: float, prompts: int) -> Estimate:
     return Estimate(float(value), ends, prompts)
 
 
-def _resampled_sums(arrays: Sequence[Values]) -> list[Values]:
-    """Return, for each array (M, n), the sums over the prompts of each resample, (R, M)."""
-    weights = _weights(arrays[0].shape[1], RESAMPLES)
-    sums: list[list[Values]] = []
-    for block in np.array_split(weights, -(-weights.size // AT_A_TIME)):
-        floats = block.astype(np.float64)
-        # One product an array, so that equal arrays have bit-identical sums.
-        sums.append([floats @ rows.T for rows in arrays])
-    return [np.concatenate(blocks) for blocks in zip(*sums, strict=True)]
+def _resampled_sums(arrays: Sequence[Values], first: int) -> list[Values]:
+    """Return, for each array (M, n), the sums over the prompts of each resample of both strata, (R, M)."""
+    strata = [slice(0, first), slice(first, None)][: 1 + (first < arrays[0].shape[1])]
+    totals = [np.zeros((RESAMPLES, len(rows))) for rows in arrays]
+    for seed, stratum in enumerate(strata):
+        weights = _weights(arrays[0][:, stratum].shape[1], RESAMPLES, seed)
+        places = np.array_split(np.arange(RESAMPLES), -(-weights.size // AT_A_TIME))
+        for block in places:
+            floats = weights[block].astype(np.float64)
+            # One product an array, so that equal arrays have bit-identical sums.
+            for total, rows in zip(totals, arrays, strict=True):
+                total[block] += floats @ rows[:, stratum].T
+    return totals
 
 
 @lru_cache(maxsize=8)  # of prompts × 5,000 bytes each; a report has groups of several sizes
-def _weights(prompts: int, resamples: int) -> NDArray[np.uint8]:
+def _weights(prompts: int, resamples: int, seed: int) -> NDArray[np.uint8]:
     """Return the multiplicity of each prompt in each resample, (R, n)."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     chosen = (rng.integers(0, prompts, prompts) for _ in range(resamples))
     return np.array([np.bincount(places, minlength=prompts) for places in chosen], dtype=np.uint8)
 

@@ -122,7 +122,16 @@ def recommend(measured: Measured) -> report.Recommendation:
 
 
 def _observations(measured: Measured) -> Observations:
-    return {key: Observation.of(groups) for key, groups in measured.observations.items()}
+    return {key: _observation(measured, *key) for key in measured.observations}
+
+
+def _observation(measured: Measured, temperature: float, batch_size: int, method: Method) -> Observation:
+    """Return what was decoded, and where the replay agrees with it, the rounds that are expected of all texts."""
+    groups = measured.observations[temperature, batch_size, method]
+    replay = measured.replays.get((temperature, method.drafter, PROBABILISTIC))
+    if replay is None or _agrees(measured, replay, rows_of(groups), method, temperature) is False:
+        return Observation.of(groups)
+    return Observation.of(groups, dict(enumerate(zip(*replay.tokens_and_rounds(method.draft_length), strict=True))))
 
 
 def _runs(measured: Measured) -> list[report.Run]:
@@ -145,12 +154,12 @@ def _verdict(
 def _run(measured: Measured, temperature: float, batch_size: int, method: Method) -> report.Run:
     setting = temperature, batch_size
     groups, plain_groups = (measured.observations[*setting, which] for which in (method, Method()))
-    own, plain = Observation.of(groups), Observation.of(plain_groups)
+    own, plain = (_observation(measured, *setting, which) for which in (method, Method()))
     drafter, rows = measured.drafter(method.drafter), rows_of(groups)
     counts = sum((row.counts for row in rows), Counts())
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     alpha_replay = replay or measured.first_heads.get((temperature, drafter.name))
-    prediction_key = temperature, drafter, method.draft_length, groups, plain_groups
+    prediction_key = temperature, drafter, method.draft_length, groups, plain_groups, own
     decoded = frozenset(row.prompt for row in rows)
 
     def length(prompts: Set[int]) -> Estimate:
@@ -174,7 +183,12 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         predicted_speedup_without_prompt=predictions.predicted_speedup(measured, *prediction_key, with_prompt=False),
         tokens_per_second=own.speed(),
         gain_over_baseline_draft=_gains(measured, setting, method),
-        replay=None if replay is None else _replayed(measured, replay, rows, method, temperature),
+        replay=None
+        if replay is None
+        else report.ReplayedLength(
+            replay.mean_acceptance_length[method.draft_length],
+            _agrees(measured, replay, rows, method, temperature),
+        ),
         lossless=measured.lossless[*setting, method],
         by_category=by_group(measured.categories(), decoded, own, plain, length),
         by_turn=by_group(turns_of(measured.prompts), decoded, own, plain, length),
@@ -202,9 +216,9 @@ def _speedup_over(
     if not drafter.members:
         return None
     over: dict[str, Estimate] = {}
-    for (t, b, method), others in measured.observations.items():
+    for t, b, method in measured.observations:
         if (t, b) == setting and method.drafter not in (PLAIN, drafter.name):
-            faster, least = own.speedup(Observation.of(others)), over.get(method.drafter)
+            faster, least = own.speedup(_observation(measured, t, b, method)), over.get(method.drafter)
             if least is None or (faster.value or 0.0) < (least.value or 0.0):
                 over[method.drafter] = faster
     return over
@@ -227,38 +241,35 @@ def _gain(measured: Measured, temperature: float, method: Method, confidence: fl
 
 
 def _gains(measured: Measured, setting: tuple[float, int], method: Method) -> report.Gains | None:
-    baseline = measured.observations.get((*setting, Method(STOCK, method.draft_length)))
+    stock = Method(STOCK, method.draft_length)
+    baseline = measured.observations.get((*setting, stock))
     if baseline is None or method.drafter == STOCK:
         return None
     # Replay has both draft the same texts; decoded gains also vary with the texts that each happened to write.
     gain, own = _gain(measured, setting[0], method) or Estimate(None, None, 0), measured.observations[*setting, method]
     decoded = intervals.ratio_difference(*emitted_and_rounds(rows_of(own)), *emitted_and_rounds(rows_of(baseline)))
-    return report.Gains(gain, decoded, Observation.of(own).speedup(Observation.of(baseline)))
+    faster = _observation(measured, *setting, method).speedup(_observation(measured, *setting, stock))
+    return report.Gains(gain, decoded, faster)
 
 
-def _replayed(
-    measured: Measured, replay: Replay, rows: Sequence[Row], method: Method, temperature: float
-) -> report.ReplayedLength:
-    """Return the replayed τ of the target's texts, and whether it agrees with the decoder's.
+def _agrees(measured: Measured, replay: Replay, rows: Sequence[Row], method: Method, temperature: float) -> bool | None:
+    """Return whether the replayed τ of the target's texts agrees with the decoder's; None for too few prompts.
 
     At T=0 both count the same texts, and the rounds of each prompt must be equal. Sampled texts differ, and in half
     precision of target or drafter the parallel forward breaks near-ties otherwise: `same_length` then compares them, in
     one test over all runs.
     """
-    k = method.draft_length
-    tokens, rounds = replay.tokens_and_rounds(k)
+    tokens, rounds = replay.tokens_and_rounds(method.draft_length)
     if _replays_exactly(measured, temperature, method):
-        agrees: bool | None = all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
-    else:
-        replayed = [tokens[row.prompt] for row in rows], [rounds[row.prompt] for row in rows]
-        num_tests = sum(
-            method != Method()
-            and (t, method.drafter, PROBABILISTIC) in measured.replays
-            and not _replays_exactly(measured, t, method)
-            for t, _, method in measured.observations
-        )
-        agrees = same_length(emitted_and_rounds(rows), replayed, num_tests)
-    return report.ReplayedLength(replay.mean_acceptance_length[k], agrees)
+        return all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
+    replayed = [tokens[row.prompt] for row in rows], [rounds[row.prompt] for row in rows]
+    num_tests = sum(
+        method != Method()
+        and (t, method.drafter, PROBABILISTIC) in measured.replays
+        and not _replays_exactly(measured, t, method)
+        for t, _, method in measured.observations
+    )
+    return same_length(emitted_and_rounds(rows), replayed, num_tests)
 
 
 def _replays_exactly(measured: Measured, temperature: float, method: Method) -> bool:

@@ -46,38 +46,66 @@ class Observation:
     """The prompts of each batch; empty for turns, which share no clock with single prompts."""
     texts: Sequence[Sequence[int]] | None = field(default=None, repr=False)
     """All texts; None if a server does not show their tokens."""
+    rounds: Sequence[int] = ()
+    """The rounds of each batch, those of its rows added up."""
+    replayed: Mapping[int, tuple[float, float]] = field(default_factory=dict, repr=False)
+    """Tokens and expected rounds of replayed prompts, these and more; empty where no replay stands for the decoder."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> "Observation":
+    def of(cls, groups: Sequence[Group], replayed: Mapping[int, tuple[float, float]] | None = None) -> "Observation":
         """Return the observation of decoded batches."""
         rows, prompts = rows_of(groups), [[row.prompt for row in group.rows] for group in groups]
         columns = [group.tokens for group in groups], [group.seconds for group in groups]
-        return cls(*columns, prompts, [row.tokens for row in rows])
+        rounds = [sum(row.counts.num_drafts for row in group.rows) for group in groups]
+        return cls(*columns, prompts, [row.tokens for row in rows], rounds, replayed or {})
+
+    @property
+    def units(self) -> list[Sequence[int]]:
+        """The prompts of each batch, then alone those that are only replayed: what intervals resample."""
+        decoded = {prompt for batch in self.prompts for prompt in batch}
+        return [*self.prompts, *([prompt] for prompt in self.replayed if prompt not in decoded)]
+
+    @property
+    def columns(self) -> list[Sequence[float]]:
+        """The columns whose `ratio_product` is the tokens per second.
+
+        τ varies between texts far more than the seconds of a round do. So where texts were replayed, the clock gives
+        rounds per second, and all replayed texts give τ, the tokens per round: replay is a control variate (Glasserman
+        2003, section 4.1), whose mean over many more prompts is known.
+        """
+        if not self.replayed:
+            return [self.tokens, self.seconds]
+        lengths = [[sum(self.replayed[prompt][i] for prompt in unit) for unit in self.units] for i in (0, 1)]
+        return [self.rounds, self.seconds, *lengths]
 
     def within(self, prompts: Set[int]) -> "Observation":
         """Return the batches that hold only these prompts: a batch has one clock."""
-        batches = zip(self.tokens, self.seconds, self.prompts, strict=False)
-        kept = [batch for batch in batches if prompts >= set(batch[2])]
-        return Observation([tokens for tokens, _, _ in kept], [seconds for _, seconds, _ in kept])
+        kept = [i for i, batch in enumerate(self.prompts) if prompts >= set(batch)]
+        tokens, seconds, batches, rounds = (
+            [column[i] for i in kept] if column else []
+            for column in (self.tokens, self.seconds, self.prompts, self.rounds)
+        )
+        replayed = {prompt: lengths for prompt, lengths in self.replayed.items() if prompt in prompts}
+        return Observation(tokens, seconds, batches, rounds=rounds, replayed=replayed)
 
     def speed(self) -> Speed:
-        """Return tokens per second, in all and the median."""
+        """Return tokens per second, in all and the median of batches."""
         speeds = sorted(tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True))
-        whole = intervals.ratio(self.tokens, self.seconds)
+        whole = intervals.ratio_product(*self.columns)
         return Speed(whole.value, whole.ci95, whole.n, median=speeds[len(speeds) // 2])
 
-    def speedup(self, other: "Observation | None") -> Estimate:
-        """Return the ratio to the other's tokens per second, paired; no value without another."""
-        if other is None:
-            return Estimate(None, None, 0)
-        return intervals.rate_ratio(self.tokens, self.seconds, other.tokens, other.seconds)
+    def over(self, other: "Observation") -> list[Sequence[float]]:
+        """Return the columns whose `ratio_product` is the ratio to the other's tokens per second, paired."""
+        inverse = [column for pair in zip(other.columns[1::2], other.columns[::2], strict=True) for column in pair]
+        return [*self.columns, *inverse]
 
-    def speedup_interval(self, other: "Observation | None", confidence: float) -> Interval | None:
+    def speedup(self, other: "Observation | None") -> Estimate:
+        """Return the ratio to the other's tokens per second; no value without another."""
+        return Estimate(None, None, 0) if other is None else intervals.ratio_product(*self.over(other))
+
+    def speedup_interval(self, other: "Observation", confidence: float) -> Interval | None:
         """Return the interval of `speedup` at another confidence level."""
-        if other is None:
-            return None
-        columns = self.tokens, self.seconds, other.tokens, other.seconds
-        return intervals.rate_ratio_interval(*columns, confidence=confidence)
+        return intervals.product_interval(*self.over(other), confidence=confidence)
 
     def repeated(self) -> float | None:
         """Return the share of repeated n-grams in the texts, if they are known."""

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_product, ratios
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planning.costs import RoundCosts, stack_sizes, text_seconds
+from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.measure.replays import contexts_of, groups_of_texts, groups_of_tokens
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
 from draftsmith.scripts.report.entries import (
@@ -44,12 +45,13 @@ def predicted_speedup(
     draft_length: int,
     groups: Sequence[Group],
     plain: Sequence[Group],
+    observed: Observation | None = None,
     with_prompt: bool = True,
 ) -> Estimate | None:
     """Return the speed-up that costs and acceptance predict for these batches and their ragged ends.
 
     Rounds are replayed ones, or decoded ones where replay does not apply. `with_prompt` includes the forwards over the
-    prompts, as a measured speed-up does.
+    prompts, as a measured speed-up does. τ is that of all texts where it is in the measured one, `observed`.
     """
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     if table is None:
@@ -65,7 +67,10 @@ def predicted_speedup(
         seconds.append(spent)
         # Under sampling the texts differ in length too; τ is of the target's own.
         plain_seconds.append(table.plain_seconds([float(len(row.tokens)) for row in base.rows], prompt))
-    return ratio(plain_seconds, seconds)
+    if observed is None or not observed.replayed:
+        return ratio(plain_seconds, seconds)
+    *_, tokens, rounds = observed.columns
+    return ratio_product(plain_seconds, seconds, tokens, rounds, rounds[: len(groups)], tokens[: len(groups)])
 
 
 def _replayed_seconds(

@@ -2,7 +2,7 @@
 
 The best of many is best in part by luck, so its own figure promises too much (the winner's curse): the best of 24 that
 are all 1.20 times as fast reads 1.30 on 16 prompts. So prompts are held out in turn: the others choose the fastest, and
-its times on the held-out prompts are added up. That sum has no such luck.
+its times there, for what plain decoding wrote, are added up. That sum has no such luck.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Values
 from draftsmith.scripts.measure.estimates import Observation
 
@@ -23,22 +24,21 @@ Setting = TypeVar("Setting", bound=Hashable)
 
 @dataclass(frozen=True)
 class Timed:
-    """Tokens and seconds of a configuration and of plain decoding in the same B batches.
-
-    `prompts` are each batch's; `sums` are tokens and seconds, then plain decoding's tokens and seconds, (4, B).
-    """
+    """The columns of a speed-up by unit: batches first, then prompts that are only replayed."""
 
     prompts: Sequence[Sequence[int]]
+    """The prompts of each of U units."""
     sums: Values
+    """Columns as `Observation.over` has them, (C, U); the last two are plain decoding's seconds and tokens."""
 
     @classmethod
     def of(cls, own: Observation, plain: Observation) -> "Timed":
-        """Return the times of a configuration's batches and of plain decoding's."""
-        return cls(own.prompts, np.array([own.tokens, own.seconds, plain.tokens, plain.seconds], np.float64))
+        """Return the columns of a configuration over plain decoding."""
+        return cls(own.units, np.array(intervals.padded(own.over(plain))))
 
     def without(self, prompts: set[int]) -> NDArray[np.bool_]:
-        """Return a mask of the batches that hold none of these prompts, (B,)."""
-        return np.array([prompts.isdisjoint(batch) for batch in self.prompts])
+        """Return a mask of the units that hold none of these prompts, (U,)."""
+        return np.array([prompts.isdisjoint(unit) for unit in self.prompts])
 
 
 def held_out_speedup(
@@ -48,11 +48,11 @@ def held_out_speedup(
 
     The fastest is that of the best slowest setting. None if there are too few batches to choose and to judge.
     """
-    batches = next(iter(times.values()))[shown].prompts
-    sums = np.zeros(4)
-    for fold in range(min(folds, len(batches))):
-        in_fold = np.arange(len(batches)) % folds == fold
-        held_out = {prompt for batch, is_held in zip(batches, in_fold, strict=True) if is_held for prompt in batch}
+    first = next(iter(times.values()))[shown]
+    plain_seconds = own_seconds = 0.0
+    for fold in range(min(folds, np.count_nonzero(first.sums[-2]))):
+        in_fold = np.arange(len(first.prompts)) % folds == fold
+        held_out = {prompt for unit, is_held in zip(first.prompts, in_fold, strict=True) if is_held for prompt in unit}
 
         def slowest(settings: Mapping[Setting, Timed], held_out: set[int] = held_out) -> float:
             """Return the least speed-up of the settings on other prompts, −∞ without any."""
@@ -61,12 +61,14 @@ def held_out_speedup(
 
         speeds = {configuration: slowest(settings) for configuration, settings in times.items()}
         best = max(speeds, key=lambda configuration: speeds[configuration])
-        if not np.isfinite(speeds[best]):
+        timed = times[best][shown]
+        sums = timed.sums[:, ~timed.without(held_out)].sum(1)
+        if not np.isfinite(speeds[best]) or not sums.all():
             return None
-        sums += times[best][shown].sums[:, in_fold].sum(1)
-    return _speedup(sums) if sums.all() else None
+        plain_seconds += sums[-2]
+        own_seconds += sums[-2] / _speedup(sums)
+    return plain_seconds / own_seconds
 
 
 def _speedup(sums: Values) -> float:
-    tokens, seconds, plain_tokens, plain_seconds = sums
-    return float(tokens / seconds * plain_seconds / plain_tokens)
+    return float(np.prod(sums[::2] / sums[1::2]))

@@ -13,10 +13,10 @@ from draftsmith.decode import Counts
 from draftsmith.decode.measurement.intervals import (
     Estimate,
     format_estimate,
-    rate_ratio,
     ratio,
     ratio_difference,
     ratio_interval,
+    ratio_product,
 )
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 from draftsmith.scripts.summary import figures_table
@@ -98,7 +98,7 @@ def figures(
         "counts": {name: getattr(counts, name) for name in COUNTED},
         "mean_acceptance_length": ratio(tokens, rounds),
         "gain_over_exact": ratio_difference(tokens, rounds, *_tokens_and_rounds(rows_of(exact))) if lossy else None,
-        "speedup": rate_ratio(*times, *_tokens_and_seconds(plain)),
+        "speedup": ratio_product(*times, *_tokens_and_seconds(plain)[::-1]),
         "tokens_per_second": ratio(*times),
         "departure": departure_estimate([r.departure for r in rows], tokens, greedy, confidence) if lossy else None,
         "repeated_ngram_share": sum(row.repeated_ngrams for row in rows) / ngrams if ngrams else None,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference, ratio_product
 from draftsmith.scripts.measure.verdict import more_prompts
 
 GAMMA, DATA_SETS, LEAST, MOST = 4, 200, 184, 196
@@ -41,7 +41,7 @@ def prompts(rng: np.random.Generator, count: int) -> Prompts:
 STATISTICS: dict[str, Callable[[Prompts], Estimate]] = {
     "mean_acceptance_length": lambda p: ratio(p["tokens"], p["rounds"]),
     "alpha": lambda p: ratio(p["overlap"], p["tokens"]),
-    "speedup": lambda p: rate_ratio(p["tokens"], p["seconds"], p["tokens"], p["plain_seconds"]),
+    "speedup": lambda p: ratio_product(p["tokens"], p["seconds"], p["plain_seconds"], p["tokens"]),
     "gain": lambda p: ratio_difference(p["tokens"], p["rounds"], p["tokens"], p["other_rounds"]),
 }
 

@@ -11,7 +11,7 @@ from unit.scripts.measure import test_verdict as verdict
 from draftsmith.decode import Counts, DraftModelProposer, PromptLookupProposer
 from draftsmith.decode.cache import cached_numbers, state_bytes
 from draftsmith.distill.kind import DraftModel
-from draftsmith.scripts.measure.build import _memory, _replayed
+from draftsmith.scripts.measure.build import _agrees, _memory
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Method, Row
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.kinds.untrained import PromptLookup
@@ -50,4 +50,4 @@ def test_at_t_0_replay_counts_every_round_only_if_the_drafter_has_no_near_ties(t
     rows = [Row(i, [0] * 8, Counts(num_drafts=round(rounds[i]) + (i == 0), num_emitted_tokens=8)) for i in range(8)]
     measured.observations[0.0, 1, Method("draft", 4)] = [Group([row], 1.0) for row in rows]
     measured.replays[0.0, "draft", PROBABILISTIC] = replay
-    assert _replayed(measured, replay, rows, Method("draft", 4), 0.0).agrees is agrees
+    assert _agrees(measured, replay, rows, Method("draft", 4), 0.0) is agrees
