@@ -31,7 +31,7 @@ from benchmarks.timing import (
 from draftsmith.decode.cache.forward import Forward
 from draftsmith.decode.cache.program import Programs
 from draftsmith.decode.cache.weights import groups
-from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.clock import least_seconds
 from draftsmith.decode.errors import at_least, require
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
@@ -179,7 +179,7 @@ class Products:
             def multiply() -> object:
                 return program(*inputs)
 
-        return median_seconds({"": multiply}, repeats)[""]
+        return least_seconds({"": multiply}, repeats)[""]
 
 
 def _parts(made: Sequence[Product]) -> list[tuple[Product, ...]]:

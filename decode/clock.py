@@ -1,9 +1,12 @@
-"""The clock of every measurement: it waits for the device, and compared calls take turns."""
+"""The clock of every measurement: it waits for the device, compared calls take turns, and the fastest time counts.
+
+Other work on a machine only ever adds time, in bursts of seconds or minutes. So a call's least time is the best estimate
+of what it takes alone; a second one like it, from another turn, says that the first was not disturbed.
+"""
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
-from statistics import median_high
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,6 +15,8 @@ Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
 MOST_CALLS = 4  # the limit of repeats, for a call that compiles every time
+ALIKE = 1.05  # factor within which the two fastest times of a call agree
+MORE = 2  # most turns ÷ those asked for, of calls whose two fastest times do not agree
 PROGRAMS: list[float] = []  # the seconds that each program took to compile or to read from disk in this process
 
 
@@ -37,13 +42,13 @@ def timed(call: Callable[[], Result], device: torch.device | None = None) -> tup
 
 
 def launch_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds until a call returns, without waiting for its device."""
+    """Return the least seconds until a call returns, without waiting for its device."""
     seconds = []
     for _ in range(repeats):
         begin = now(device)
         call()
         seconds.append(time.perf_counter() - begin)
-    return median_high(seconds)
+    return min(seconds)
 
 
 def compilations() -> int:
@@ -64,12 +69,42 @@ def timed_warm(call: Callable[[], Result], device: torch.device | None = None) -
     return seconds, result
 
 
-def median_seconds(
+def agree(seconds: Sequence[float]) -> bool:
+    """Return whether the two fastest times of a call are alike; a single time has nothing to differ from."""
+    first, second, *_ = [*sorted(seconds), *seconds[:1]]
+    return second <= ALIKE * first
+
+
+def turns(times: Mapping[Key, Sequence[float]], repeats: int) -> Iterator[list[Key]]:
+    """Yield for each turn the calls to time: all in `repeats` turns, then those whose two fastest times differ.
+
+    The order rotates from turn to turn. The caller adds each time to the `times`; a call without any has failed.
+    """
+    for turn in range(MORE * repeats):
+        due = [key for key, seconds in times.items() if turn < repeats or (seconds and not agree(seconds))]
+        place = turn % max(len(due), 1)
+        if due:
+            yield due[place:] + due[:place]
+
+
+def least_seconds(
     calls: Mapping[Key, Callable[[], object]], repeats: int, device: torch.device | None = None
 ) -> dict[Key, float]:
-    """Return the median seconds of each call; the calls take turns, `repeats` times after a warm-up."""
+    """Return the least seconds of each call; the calls take `turns` after a warm-up."""
+    for call in calls.values():
+        call()
     seconds: dict[Key, list[float]] = {key: [] for key in calls}
-    for _ in range(repeats + 1):
-        for key, call in calls.items():
-            seconds[key].append(timed(call, device)[0])
-    return {key: median_high(times[1:]) for key, times in seconds.items()}
+    for due in turns(seconds, repeats):
+        for key in due:
+            seconds[key].append(timed(calls[key], device)[0])
+    return {key: min(times) for key, times in seconds.items()}
+
+
+def turns_taken(times: Collection[Sequence[float]], repeats: int) -> str:
+    """Say how often texts were timed, and how many of their times remain in doubt."""
+    times = [seconds for seconds in times if seconds]
+    words = f"each of {len(times)} decodes timed {repeats} times, the fastest taken" if repeats > 1 else "timed once"
+    if again := sum(len(seconds) > repeats for seconds in times):
+        words += f"; {again} timed again, since the two fastest differed by more than {ALIKE - 1:.0%}"
+        words += f", {sum(not agree(seconds) for seconds in times)} still do"
+    return words

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import NO_PROGRAMS, runs_in_programs
 from draftsmith.decode.cache.program import NotCompiled
-from draftsmith.decode.clock import launch_seconds, median_seconds
+from draftsmith.decode.clock import launch_seconds, least_seconds
 from draftsmith.decode.errors import first_line
 from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.progress import phase
@@ -165,7 +165,7 @@ def fastest_settings(
     for drafter, draft in zip(drafters, paths, strict=True):
         assert drafter.model is not None
         forwards = drafter.family.timed_forwards(drafter, others(drafter.model), trust_remote_code)
-        draft_dtypes[draft] = _least(median_seconds(forwards, REPEATS)) if forwards else stored
+        draft_dtypes[draft] = _least(least_seconds(forwards, REPEATS)) if forwards else stored
     torch.set_num_threads(most)
     return Settings(chosen, timed.threads, bool(compiled), draft_dtypes, timed.in_words())
 
@@ -192,7 +192,7 @@ class _Timed:
             for name, model in models.items()
             for count in counts
         }
-        self.by_threads = median_seconds(calls, REPEATS)
+        self.by_threads = least_seconds(calls, REPEATS)
         self.fastest, quickest = min(self.by_threads, key=lambda key: self.by_threads[key])
         # The most threads among equally fast counts: eager tokens wait for Python, compiled ones for their kernels.
         most = ALIKE * self.by_threads[self.fastest, quickest]
@@ -210,7 +210,7 @@ class _Timed:
         try:
             with phase("compiling, and timing tokens"):
                 steps = {name: forward_after_text(model, compiled=True) for name, model in self.models.items()}
-                self.compiled = median_seconds(steps, REPEATS)
+                self.compiled = least_seconds(steps, REPEATS)
         except Exception as error:
             if required:
                 raise
@@ -225,7 +225,7 @@ class _Timed:
         if len(alike) == 1:
             return chosen
         steps = {name: forward_after_text(model, compiled, BLOCK) for name, model in alike.items()}
-        self.blocks = median_seconds(steps, REPEATS)
+        self.blocks = least_seconds(steps, REPEATS)
         return _least(self.blocks)
 
     def in_words(self) -> str | None:
@@ -262,7 +262,7 @@ def choose_compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tu
         try:
             with phase(f"timing {name} tokens"):
                 step = forward_after_text(target, compiled=name == "compiled")
-                timed, launched = median_seconds({name: step}, REPEATS, device), launch_seconds(step, device, REPEATS)
+                timed, launched = least_seconds({name: step}, REPEATS, device), launch_seconds(step, device, REPEATS)
         except Exception as error:
             if name == "eager" or compiled:
                 raise

@@ -1,7 +1,7 @@
 """The costs of a round: seconds measured on this machine, after a context and for a number of rows.
 
 t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop. All are
-medians of warm runs taken in turns, through the decoder's own cache, proposers and loop. Whole rounds are timed before
+the least of warm runs taken in turns, through the decoder's own cache, proposers and loop. Whole rounds are timed before
 and after their parts, and again where the two disagree. Remaining disagreements are in the table's `doubts`.
 
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
@@ -10,7 +10,6 @@ Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.clock import median_seconds, timed
+from draftsmith.decode.clock import least_seconds, timed
 from draftsmith.decode.measurement.turns import Parts, Timing, loop_turns, measure_until_agreement, text_windows
 from draftsmith.decode.planning.costs import (
     RoundCosts,
@@ -278,7 +277,7 @@ def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: i
     tokens = torch.ones(rows, prompt, dtype=torch.long, device=target.device)
     # Short prompts go through the compiled program, as in the loops.
     calls = {"prefill": lambda: CachedModel(target, rows, prompt + 1, compiled=compiled).prefill(tokens)}
-    return median_seconds(calls, repeats, target.device)["prefill"]
+    return least_seconds(calls, repeats, target.device)["prefill"]
 
 
 def _drafts(
@@ -321,7 +320,7 @@ def drafting_seconds(
     repeats: int = 5,
     compiled: bool = False,
 ) -> tuple[float, float, int]:
-    """Return the median seconds of a draft, those of the first draft, which reads the text, and the tokens of a draft.
+    """Return the least seconds of a draft, those of the first draft, which reads the text, and the tokens of a draft.
 
     Every draft is rejected, so that each round adds one token to a row. `texts_BT` needs at least `context` +
     `repeats` + 1 tokens a row; the sampler is greedy if None.
@@ -349,7 +348,7 @@ def drafting_seconds(
         depths, prompt = len(proposer.wants_features), 0 if turn else context - 1
         proposer.commit([_rejected(target, len(proposal.tokens), depths, prompt) for proposal in proposals])
     # A drafter on features reads the text with its second draft, because the first has no features yet.
-    return median(seconds[2:]), seconds[1 if proposer.wants_features else 0], tokens
+    return min(seconds[2:]), seconds[1 if proposer.wants_features else 0], tokens
 
 
 def _rejected(target: PreTrainedModel, tokens: int, depths: int, prompt: int) -> Outcome:

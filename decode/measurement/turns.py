@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,6 +36,20 @@ class Parts:
     drafts: dict[float, dict[str, tuple[float, float, float]]]
     """Start and step of d(γ), and the additional seconds of the first draft, by temperature and drafter."""
 
+    def least(self, other: "Parts", draft_lengths: Mapping[str, int]) -> "Parts":
+        """Return the lesser of two measurements of each part."""
+
+        def draft(name: str, seconds: tuple[float, float, float]) -> float:
+            return seconds[0] + draft_lengths[name] * seconds[1]
+
+        return Parts(
+            {k: min(seconds, other.target[k]) for k, seconds in self.target.items()},
+            {
+                t: {name: min(own, other.drafts[t][name], key=partial(draft, name)) for name, own in drafts.items()}
+                for t, drafts in self.drafts.items()
+            },
+        )
+
     def costs(self, temperature: float, name: str) -> RoundCosts:
         """Return the costs of the parts of a drafter's round."""
         start, step, _ = self.drafts[temperature][name]
@@ -56,17 +71,17 @@ class Turns:
 
     @property
     def token(self) -> float:
-        """The median seconds of a token of plain decoding."""
-        return median(self.tokens)
+        """The least seconds of a token of plain decoding."""
+        return min(self.tokens)
 
     def round_seconds(self, name: str) -> float:
-        """Return the median seconds of a drafter's round."""
-        return median(seconds for seconds, _ in self.rounds[name])
+        """Return the least seconds of a drafter's round."""
+        return min(seconds for seconds, _ in self.rounds[name])
 
     def rest(self, name: str, parts: RoundCosts, draft_length: int) -> float:
         """Return the seconds of a drafter's round in addition to its draft and its forward, which `parts` price."""
         # t(k) is not linear in k: price each block by itself, for the price of the mean block would be too low.
-        return median(
+        return min(
             seconds - fmean(parts.round_seconds(draft_length, count) for count in nodes)
             for seconds, nodes in self.rounds[name]
         )
@@ -111,6 +126,8 @@ class Timing:
                 outside = max(
                     min(sampling, block * sampling) - here + there, here - there - max(sampling, block * sampling)
                 )
+                if here < -TOLERANCE * whole:
+                    doubts[t].append(f"draft and forward take {_ms(-here)} more alone than a round of {name}, {_ms(whole)}")
                 if outside > TOLERANCE * whole:
                     doubts[t].append(f"{subject} {_ms(there)} at T={first:g}, {_ms(here)} at T={t:g}")
         return doubts
@@ -133,9 +150,10 @@ def measure_until_agreement(
     seconds: float | None = None,
 ) -> Timing:
     """Time loops, then the parts of their rounds, then loops again; repeat while they disagree and `seconds` allow."""
-    begin, before = now(), loops()
+    begin, before, alone = now(), loops(), parts()
     for attempt in range(1, ATTEMPTS + 1):
-        timing = Timing(before, parts(), loops(), draft_lengths)
+        alone = alone.least(parts(), draft_lengths) if attempt > 1 else alone
+        timing = Timing(before, alone, loops(), draft_lengths)
         spent = now() - begin
         if not any(timing.doubts().values()) or (seconds is not None and spent * (attempt + 1) > seconds * attempt):
             break

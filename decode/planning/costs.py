@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.clock import least_seconds
 from draftsmith.decode.errors import InputError
 
 
@@ -179,9 +179,9 @@ def best_draft_length(
 def verification_costs(
     target: PreTrainedModel, rows: int, context: int, tokens: Sequence[int], repeats: int = 5, compiled: bool = False
 ) -> dict[int, float]:
-    """Measure t(k), the median seconds for blocks of k tokens after a context, for `rows` rows; sizes take turns."""
+    """Measure t(k), the least seconds for blocks of k tokens after a context, for `rows` rows; sizes take turns."""
     model = CachedModel(target, rows, context, block=max(tokens), compiled=compiled)
     model.prefill(torch.ones(rows, context, dtype=torch.long, device=target.device))
     blocks = {k: torch.ones(rows, k, dtype=torch.long, device=target.device) for k in tokens}
     calls = {k: partial(model.feed, block, [context] * rows) for k, block in blocks.items()}
-    return median_seconds(calls, repeats, target.device)
+    return least_seconds(calls, repeats, target.device)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median_high
 from typing import Any
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import timed_warm
+from draftsmith.decode.clock import timed_warm, turns
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import track
 from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
@@ -48,58 +47,63 @@ class _Batches:
         for method in self.methods:
             self.attempt(method, first)
 
-    def decoded(self, turn: int, first: int) -> dict[Method, Group]:
-        """Decode a batch by every method, in an order that rotates from batch to batch."""
-        methods = self.measured.methods
-        rotated = methods[turn % len(methods) :] + methods[: turn % len(methods)]
-        runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
-        for _ in range(self.measured.config.repeats):
-            for method in rotated:
-                if (run := self.attempt(method, first)) is not None:
-                    runs[method].append(run)
+    def decoded(self, first: int, methods: Sequence[Method]) -> dict[Method, Group]:
+        """Decode a batch by some methods in this order; those that fail are missing."""
         longest = max(map(len, self.measured.prompt_ids[first : first + self.batch_size]))
-        return {method: _group(runs[method], first, longest) for method in self.methods}
+        runs = ((method, self.attempt(method, first)) for method in methods)
+        return {method: _group(*run, first, longest) for method, run in runs if run is not None}
 
 
 def decode_side_by_side(
     measured: Measured, temperature: float, batch_size: int, unfinished: Unfinished
 ) -> dict[Method, list[Group]]:
-    """Decode the prompts that fill whole batches by every method; return each method's batches.
+    """Decode the prompts that fill whole batches by every method; return each method's batches, each at its fastest.
 
     Every method decodes a batch before the next batch begins, in rotating order: a machine that slows down or speeds up
-    does so for all of them. A batch is finished once every method has decoded it. A method that failed is left out; if
-    plain decoding failed, the result is empty.
+    does so for all of them. All batches have one of the clock's `turns` before any has its next, so that a burst of other
+    work meets a batch once. What a method decoded in one turn is one unit of finished work. A method that failed is left
+    out; if plain decoding failed, the result is empty.
     """
-    batches = _Batches(measured, temperature, batch_size, unfinished)
-    groups: dict[Method, list[Group]] = {method: [] for method in measured.methods}
-    warm = False
+    batches, warm = _Batches(measured, temperature, batch_size, unfinished), False
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
-    for turn, first in enumerate(track(firsts, f"T={temperature:g}, B={batch_size}", "batches")):
-        key = "decoded", temperature, batch_size, first
-        kept = unfinished.kept(list[Group], *key)
-        if kept is not None and _are_of(kept, measured, range(first, first + batch_size)):
-            decoded = dict(zip(measured.methods, kept, strict=True))
-        else:
-            if not warm:
-                batches.warm_up(first)
-            warm = True
-            decoded = batches.decoded(turn, first)
-            if len(decoded) == len(measured.methods):
-                unfinished.keep(*key, value=[asdict(group) for group in decoded.values()])
-        groups = {method: [*groups[method], decoded[method]] for method in batches.methods if method in groups}
-        if not groups:
-            break
-    rows = [row for group in next(iter(groups.values()), []) for row in group.rows]
+    runs: dict[tuple[int, Method], list[Group]] = {(first, m): [] for first in firsts for m in measured.methods}
+    times: dict[tuple[int, Method], list[float]] = {key: [] for key in runs}
+    for turn, due in enumerate(turns(times, measured.config.repeats)):
+        for first in track(sorted({first for first, _ in due}), f"T={temperature:g}, B={batch_size}", "batches"):
+            methods = [method for of, method in due if of == first]
+            place = first // batch_size % len(methods)
+            methods, key = methods[place:] + methods[:place], ("decoded", temperature, batch_size, turn, first)
+            kept = unfinished.kept(list[Group], *key)
+            if kept is not None and _are_of(kept, measured, methods, range(first, first + batch_size)):
+                decoded = dict(zip(methods, kept, strict=True))
+            else:
+                if not warm:
+                    batches.warm_up(first)
+                warm = True
+                decoded = batches.decoded(first, methods)
+                if len(decoded) == len(methods):
+                    unfinished.keep(*key, value=[asdict(group) for group in decoded.values()])
+            for method, group in decoded.items():
+                runs[first, method].append(group)
+                times[first, method].append(group.seconds)
+            if not batches.methods:
+                return {}
+    measured.times += times.values()
+    fastest = {
+        method: [min(runs[first, method], key=lambda group: group.seconds) for first in firsts]
+        for method in batches.methods
+    }
+    rows = [row for group in next(iter(fastest.values())) for row in group.rows]
     prompts = [len(measured.prompt_ids[row.prompt]) for row in rows]
     lengths = [prompt + len(row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
     measured.pair.warn_undrafted(prompts, lengths)
-    return groups
+    return fastest
 
 
-def _are_of(groups: Sequence[Group], measured: Measured, prompts: Sequence[int]) -> bool:
+def _are_of(groups: Sequence[Group], measured: Measured, methods: Sequence[Method], prompts: Sequence[int]) -> bool:
     """Return whether kept groups are these methods' groups of these prompts, with tokens of the target."""
     vocab_size = measured.pair.target.config.get_text_config().vocab_size
-    return len(groups) == len(measured.methods) and all(
+    return len(groups) == len(methods) and all(
         [row.prompt for row in group.rows] == list(prompts)
         and all(max(row.tokens, default=0) < vocab_size for row in group.rows)
         and all(row.counts.num_emitted_tokens == len(row.tokens) for row in group.rows)
@@ -107,13 +111,12 @@ def _are_of(groups: Sequence[Group], measured: Measured, prompts: Sequence[int])
     )
 
 
-def _group(runs: Sequence[tuple[float, DecodeOutput]], first: int, longest: int) -> Group:
-    """Return a batch from its repeats; `first` is the index of its first prompt, `longest` the longest's tokens."""
-    output = runs[0][1]
+def _group(seconds: float, output: DecodeOutput, first: int, longest: int) -> Group:
+    """Return a batch; `first` is the index of its first prompt, `longest` the longest's tokens."""
     sources = output.row_sources or [()] * len(output.row_counts)
     rows = [
         # Prompts are padded on the left to `longest`, and rows that end early on the right.
         Row(first + i, text[longest : longest + counts.num_emitted_tokens].tolist(), counts, list(row_sources))
         for i, (text, counts, row_sources) in enumerate(zip(output.sequences, output.row_counts, sources, strict=True))
     ]
-    return Group(rows, median_high(seconds for seconds, _ in runs))
+    return Group(rows, seconds)

@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that were decoded together, and the median seconds over the repeats."""
+    """Prompts that were decoded together, and their seconds."""
 
     rows: list[Row]
     seconds: Annotated[Amount, Field(gt=0)]
@@ -115,6 +115,8 @@ class Measured:
     trees: Sequence[TreePicture] = ()
     rounds: list[ExpectedText] = field(default_factory=list)
     failures: Sequence[Failure] = ()
+    times: list[Sequence[float]] = field(default_factory=list)
+    """All seconds of each batch under each method."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:

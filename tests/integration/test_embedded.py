@@ -17,7 +17,7 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.clock import least_seconds
 from draftsmith.decode.planning import costs
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart, tree
@@ -85,7 +85,7 @@ def short(monkeypatch):
     shorten(monkeypatch)
     monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
     monkeypatch.setattr(tree, "REPEATS", 1)
-    monkeypatch.setattr(costs, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
+    monkeypatch.setattr(costs, "least_seconds", lambda calls, repeats, device: least_seconds(calls, 1, device))
 
 
 def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch, short):

@@ -43,7 +43,7 @@ def clock(monkeypatch, *turns):
         assert set(given) == set(calls)
         return given
 
-    monkeypatch.setattr(settings, "median_seconds", seconds)
+    monkeypatch.setattr(settings, "least_seconds", seconds)
 
 
 EAGER = {
@@ -173,14 +173,14 @@ def test_on_a_gpu_compiled_forwards_have_to_pay_and_the_bound_is_told(
 ):
     seconds = {"eager": eager, "compiled": with_compiler}
 
-    def median(calls, repeats, device):
+    def least(calls, repeats, device):
         (name,) = calls
         if isinstance(seconds[name], Exception):
             raise seconds[name]
         return {name: seconds[name]}
 
     monkeypatch.setattr(settings, "forward_after_text", lambda model, compiled: None)
-    monkeypatch.setattr(settings, "median_seconds", median)
+    monkeypatch.setattr(settings, "least_seconds", least)
     monkeypatch.setattr(settings, "launch_seconds", lambda step, device, repeats: launching)
     found, why = settings.choose_compiled_on_gpu(tiny_llama(0), compiled)
     assert found == chosen and why.startswith("milliseconds per token of plain decoding: ") and told in why
@@ -203,7 +203,7 @@ def test_launching_is_timed_by_a_real_forward():
 
 def test_other_devices_are_not_timed(monkeypatch):
     model = tiny_llama(0)
-    monkeypatch.setattr(settings, "median_seconds", lambda *args: pytest.fail("timed"))
+    monkeypatch.setattr(settings, "least_seconds", lambda *args: pytest.fail("timed"))
     monkeypatch.setattr(type(model), "device", torch.device("meta"))
     drafter = Drafter("draft", "draft", DraftModel(), "draft", DraftModelProposer(model), model=model)
     assert fastest_settings(model, "target", [drafter]) == Settings(

@@ -25,8 +25,8 @@ from draftsmith.train.runs import save_model
 PROMPTS = ["def f(x):", "import os", "a story of x", "self", "for i in", "return a", "x = 1", "class A:", "1 +", "if x"]
 PROMPTS += ["while True:", "print("]
 NEW = 5
-UNITS = 15
-"""Finished units of a run: at each temperature five batches and one of further prompts, and three certificates."""
+UNITS = 25
+"""Finished units of a run: at each temperature five batches in two turns, one of further prompts; three certificates."""
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def finished(monkeypatch):
     return keys
 
 
-@pytest.mark.parametrize("units", [0, 5, 13])
+@pytest.mark.parametrize("units", [0, 7, 23])
 def test_a_run_killed_at_any_unit_goes_on_and_reports_the_same(root, whole, tmp_path, finished, units):
     output = tmp_path / "out"
     kill(root, output, units)
@@ -289,7 +289,7 @@ def test_other_settings_are_refused_by_name(root, begun, tmp_path, fields, said)
 def test_what_is_damaged_is_done_again(root, whole, begun, tmp_path, finished):
     output = tmp_path / "out"
     shutil.copytree(begun, output)
-    (unit,) = (path for path in (output / DIRECTORY).iterdir() if path.name.startswith("decoded"))
+    unit = next(path for path in (output / DIRECTORY).iterdir() if path.name.startswith("decoded"))
     unit.write_text(unit.read_text()[:-9])
     assert measured(root, output) == whole and len(finished) == UNITS
 

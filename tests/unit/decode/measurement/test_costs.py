@@ -300,7 +300,7 @@ class Slow(Timed):
             self.clock.seconds += REST + 1.0
 
 
-@pytest.mark.parametrize(("rounds", "attempts"), [(10**9, turns.ATTEMPTS), (40, 2), (0, 1)])
+@pytest.mark.parametrize(("rounds", "attempts"), [(10**9, turns.ATTEMPTS), (70, 2), (0, 1)])
 def test_a_drafter_whose_rounds_are_dearer_at_one_temperature_is_measured_again_and_named(
     clock, monkeypatch, rounds, attempts
 ):
