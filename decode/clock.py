@@ -1,7 +1,7 @@
 """The clock of every measurement: it waits for the device, compared calls take turns, and the fastest time counts.
 
-Other work on a machine only ever adds time, in bursts of seconds or minutes. So a call's least time is the best estimate
-of what it takes alone; a second one like it, from another turn, says that the first was not disturbed.
+Other work on a machine only ever adds time, in bursts of seconds or minutes. So a call's least time is the best
+estimate of what it takes alone; a second one like it, from another turn, says that the first was not disturbed.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """The costs of a round: seconds measured on this machine, after a context and for a number of rows.
 
 t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop. All are
-the least of warm runs taken in turns, through the decoder's own cache, proposers and loop. Whole rounds are timed before
-and after their parts, and again where the two disagree. Remaining disagreements are in the table's `doubts`.
+least times of warm runs taken in turns, through the decoder's own cache, proposers and loop. Whole rounds are timed
+before and after their parts, and again where the two disagree. Remaining disagreements are in the table's `doubts`.
 
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """

@@ -10,9 +10,9 @@ device. On the CPU nothing waits.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -129,6 +129,19 @@ class Profile:
             self._busy = False
             for hook in hooks:
                 hook.remove()
+
+    @classmethod
+    def joined(cls, profiles: Iterable["Profile"]) -> "Profile":
+        """Return the calls of several profiles as those of one."""
+        whole = cls()
+        for profile in profiles:
+            done = len(whole.rounds)
+            whole.rounds += [replace(round, number=done + round.number) for round in profile.rounds]
+            whole.calls += [replace(call, name=f"call {len(whole.calls) + 1}") for call in profile.calls]
+            whole._outside += profile._outside
+            whole.batch_size = max(whole.batch_size, profile.batch_size)
+            whole._device = profile._device
+        return whole
 
     def breakdown(self) -> dict[str, Any]:
         """Return the times in seconds as plain JSON types; None for parts that did not occur.

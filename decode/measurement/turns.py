@@ -127,7 +127,9 @@ class Timing:
                     min(sampling, block * sampling) - here + there, here - there - max(sampling, block * sampling)
                 )
                 if here < -TOLERANCE * whole:
-                    doubts[t].append(f"draft and forward take {_ms(-here)} more alone than a round of {name}, {_ms(whole)}")
+                    doubts[t].append(
+                        f"draft and forward take {_ms(-here)} more alone than a round of {name}, {_ms(whole)}"
+                    )
                 if outside > TOLERANCE * whole:
                     doubts[t].append(f"{subject} {_ms(there)} at T={first:g}, {_ms(here)} at T={t:g}")
         return doubts

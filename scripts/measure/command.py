@@ -150,8 +150,8 @@ def _write(report: Report, output: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure drafters or a server, print the table and the verdict, and return the exit code.
 
-    It is 0, or 3 if a gate did not pass. If parts failed, it is 2 where input or memory is to blame for all, else 1; 1
-    if a server failed.
+    It is 0, or 3 if a gate did not pass, or nothing pays and a text is not the target's. If parts failed, it is 2 where
+    input or memory is to blame for all, else 1; 1 if a server failed.
     """
     config = parse_config(measure_config(sys.argv[1:] if argv is None else argv), argv, prog="draftsmith measure")
     failure = None
@@ -170,4 +170,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if report.failures:
         return min(part.exit_code for part in report.failures)
-    return 3 if report.gate is not None and not report.gate.passed else 0
+    lossy = report.verdict == "NO-GO" and any(verdict.departs for verdict in report.recommendation.settings)
+    return 3 if lossy or (report.gate is not None and not report.gate.passed) else 0

@@ -60,9 +60,9 @@ def decode_side_by_side(
     """Decode the prompts that fill whole batches by every method; return each method's batches, each at its fastest.
 
     Every method decodes a batch before the next batch begins, in rotating order: a machine that slows down or speeds up
-    does so for all of them. All batches have one of the clock's `turns` before any has its next, so that a burst of other
-    work meets a batch once. What a method decoded in one turn is one unit of finished work. A method that failed is left
-    out; if plain decoding failed, the result is empty.
+    does so for all of them. All batches have one of the clock's `turns` before any has its next, so that a burst of
+    other work meets a batch once. A batch's turn is finished once all its methods have decoded it. A method that failed
+    is left out; if plain decoding failed, the result is empty.
     """
     batches, warm = _Batches(measured, temperature, batch_size, unfinished), False
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
@@ -71,7 +71,7 @@ def decode_side_by_side(
     for turn, due in enumerate(turns(times, measured.config.repeats)):
         for first in track(sorted({first for first, _ in due}), f"T={temperature:g}, B={batch_size}", "batches"):
             methods = [method for of, method in due if of == first]
-            place = first // batch_size % len(methods)
+            place = (turn + first // batch_size) % len(methods)
             methods, key = methods[place:] + methods[:place], ("decoded", temperature, batch_size, turn, first)
             kept = unfinished.kept(list[Group], *key)
             if kept is not None and _are_of(kept, measured, methods, range(first, first + batch_size)):

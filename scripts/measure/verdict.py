@@ -36,8 +36,8 @@ Gains = Mapping[tuple[str, int, int, float], Estimate | None]
 """The gain of τ over the stock draft by `Run.key`, with its interval at the level of each."""
 Demands = Mapping[str, Callable[[Run], Sequence[str]]]
 """The requirements of a run to pass: by name a function that returns the reasons why it does not."""
-SPEEDUP, GAIN = "speed-up above", "gain of τ over the stock draft"
-"""The beginnings of demands on the speed, and on the gain."""
+SPEEDUP, GAIN, TEXT = "speed-up above", "gain of τ over the stock draft", "lossless text"
+"""The beginnings of demands on the speed and the gain, and the demand on the text."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
 """Factor on the prompts that would just exclude zero at 95 %, for doing so in 80 % of cases."""
@@ -108,9 +108,15 @@ class Best:
         return {what: [line for entry in self.runs for line in entry.failures[what]] for what in self.runs[0].failures}
 
     @property
+    def departs(self) -> bool:
+        """True if a text is not the target's."""
+        return any(entry.run.lossless.passed is False for entry in self.runs)
+
+    @property
     def failures(self) -> list[str]:
-        """All reasons why it does not pass."""
-        return [line for lines in self.parts.values() for line in lines]
+        """All reasons why it does not pass; a text that is not the target's comes first, however fast it is."""
+        parts = sorted(self.parts.items(), key=lambda part: self.departs and part[0] != TEXT)
+        return [line for _, lines in parts for line in lines]
 
 
 def best_of(judged: Sequence[JudgedRun], observations: Observations, count: int) -> Best:
@@ -176,7 +182,13 @@ def judge(
         reason = f"{sentence(best)}." if not best.failures else _unshown(best, sentence(best))
         verdicts.append(
             SettingVerdict(
-                *setting, not best.failures, reason, *best.slowest.key[:2], best.speedup, setting in deciding
+                *setting,
+                not best.failures,
+                reason,
+                *best.slowest.key[:2],
+                best.speedup,
+                setting in deciding,
+                best.departs,
             )
         )
     # One configuration for all deciding settings, which need not be the best of any single one.
@@ -275,7 +287,7 @@ def judge_runs(
     demands = {f"{SPEEDUP} {least:g}": slow}
     if min_gain is not None:
         demands[f"{GAIN} above {min_gain:g}"] = gains_less
-    demands["lossless text"] = lambda run: _departs(run, require_law)
+    demands[TEXT] = lambda run: _departs(run, require_law)
 
     def say(run: Run, speedup: Estimate, where: str) -> str:
         times = intervals.format_estimate(speedup, spread="interval")

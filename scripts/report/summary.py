@@ -36,7 +36,7 @@ def markdown(report: Report) -> str:
             run.proposer.name,
             str(run.draft_length),
             format_estimate(run.alpha, spread="none"),
-            format_estimate(run.mean_acceptance_length, spread="interval"),
+            format_estimate(run.shown_length, spread="interval"),
             format_estimate(run.speedup, unit="×", spread="interval"),
             format_estimate(run.predicted_speedup, unit="×", spread="none"),
             format_estimate(run.predicted_speedup_without_prompt, unit="×", spread="none"),

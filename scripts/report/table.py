@@ -8,7 +8,7 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.entries import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
-from draftsmith.scripts.report.words import cliffs, headline, load_words, turns
+from draftsmith.scripts.report.words import cliffs, headline, load_words, runs_as, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.train.kinds.quantities import count_of
 
@@ -45,7 +45,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
                     str(run.draft_length),
                     format_estimate(run.alpha, spread="none"),
                     format_estimate(run.draft_acceptance_rate, ".0%", spread="none"),
-                    format_estimate(run.mean_acceptance_length),
+                    format_estimate(run.shown_length),
                     speed(run.tokens_per_second.value),
                     format_estimate(run.speedup, unit="×"),
                     _first_token(report, "server", temperature, rows)
@@ -64,6 +64,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     for load in report.by_load:
         if len(load.goodput) > 1:  # the table covers one text at a time
             console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))
+    if report.environment.timed is not None:
+        console.print(Text.assemble(("timing  ", "dim"), report.environment.timed))
     _print_verdict(report, console)
     print_doubts(console, report.costs.doubts if report.costs else [])
     for warning in report.server.warnings if report.server else ():
@@ -110,7 +112,7 @@ def _title(report: Report) -> str:
     environment = report.environment
     if report.server is None:
         threads = count_of(environment.threads, "thread")
-        return f"{_prompts(report)}, {environment.dtype}, {environment.device}, {threads}"
+        return f"{_prompts(report)}, {environment.device}, {threads}\n{runs_as(environment)}"
     served = report.server.servers[0]
     return f"{_prompts(report)}, {served.model} at {served.url}"
 
@@ -122,4 +124,4 @@ def _drafter(run: Run) -> str:
 
 def _prompts(report: Report) -> str:
     decoded, replayed = report.prompts.count, report.prompts.replayed or 0
-    return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if replayed > decoded else "")
+    return f"{decoded} prompts" + (f" ({replayed} for α and τ)" if replayed > decoded else "")

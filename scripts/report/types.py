@@ -59,6 +59,8 @@ class Environment(Entry):
     draft_dtypes: Sequence[str] = ()
     settings_by: str | None = None
     """The timings that chose dtype, threads and compilation; null where these were given."""
+    timed: str | None = None
+    """How often texts were timed, and how many times remain in doubt; null for a server."""
     compilation_seconds: NotNegative | None = None
     """The time of compiling, or of loading compiled programs; null where nothing ran compiled."""
 
@@ -179,7 +181,7 @@ class Run(Entry):
     acceptance_per_position: Sequence[Share | None] = ()
     conditional_acceptance: Sequence[Share | None] = ()
     speedup: Estimate
-    """The speed-up over plain decoding."""
+    """The speed-up over plain decoding: seconds of the decoded texts' rounds, and `shown_length`."""
     predicted_speedup: Estimate | None = None
     """The prediction of `speedup`, including the forwards over these prompts; null where costs are unknown."""
     tokens_per_second: Speed
@@ -198,6 +200,12 @@ class Run(Entry):
     """The speed-up over each other drafter at the same temperature and batch size, with that drafter's fastest γ."""
     predicted_speedup_without_prompt: Estimate | None = None
     """The predicted speed-up without the forwards over the prompts, which long texts approach."""
+
+    @property
+    def shown_length(self) -> Estimate:
+        """τ as `speedup` takes it: of all replayed texts, or as decoded where no replay agrees with the decoder."""
+        replayed = None if self.replay is None or self.replay.agrees is False else self.replay.mean_acceptance_length
+        return replayed or self.mean_acceptance_length
 
     def groups(self, grouping: Grouping) -> Mapping[str, RunGroup]:
         """Return the groups of this kind; tokens of a decoded text have none."""
@@ -349,6 +357,8 @@ class SettingVerdict(Entry):
     """The speed-up as in `Recommendation.measured_speedup`."""
     decides: bool = True
     """True if the recommendation and the gate depend on this setting."""
+    departs: bool = False
+    """True if the text of the best run is not the target's."""
 
     @property
     def key(self) -> tuple[str | None, int | None, int | None, float | None]:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Grouping
-from draftsmith.scripts.report.types import Curve, Report, Run
+from draftsmith.scripts.report.types import Curve, Environment, Report, Run
 
 MOST_NAMED = 4  # the most settings that a headline names; more are counted
 CLIFF = 2 / 3
@@ -18,6 +18,13 @@ def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value
     if len(by_length) == 1:
         return next(iter(by_length.values()))
     return None if draft_length is None else by_length.get(draft_length)
+
+
+def runs_as(environment: Environment) -> str:
+    """Return the dtypes of plain decoding and drafts, and whether they run compiled."""
+    own, drafts = environment.dtype, " and ".join(environment.draft_dtypes) or environment.dtype
+    dtypes = f"plain decoding and drafts {own}" if drafts == own else f"plain decoding {own}, drafts {drafts}"
+    return f"{dtypes}, all {'compiled' if environment.compiled else 'eager'}"
 
 
 def setting_names(
@@ -48,7 +55,9 @@ def headline(report: Report) -> str:
     refused, parts, word = report.verdict == "NO-GO", list[str](), ""
     for verdict in sorted(verdicts, key=lambda verdict: verdict.go == refused):
         faster, part = verdict.speedup, f"at {names[verdict.temperature, verdict.batch_size]}"
-        if faster is not None and faster.value is not None:
+        if verdict.departs:
+            part += ": not the target's text"
+        elif faster is not None and faster.value is not None:
             shown = faster.ci95 is not None and faster.ci95[0] > least  # at 95 %; the gate may require more
             part += f": {format_estimate(faster, unit='×', spread='none' if verdict.go or shown else 'interval')}"
             if not (verdict.go or refused or shown):

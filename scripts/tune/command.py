@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import timed
+from draftsmith.decode.clock import timed, turns
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import confidence_of_each
 from draftsmith.decode.progress import phase, track
@@ -42,6 +42,7 @@ from draftsmith.train.provenance import environment, write_json
 from draftsmith.train.quantization import parameter_count
 
 SCHEMA = "draftsmith.tune/1"
+REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def tune(config: TuneConfig) -> dict[str, Any]:
     """Decode in every setting, write `tune.json` and `tune.svg`, and return the content of tune.json.
 
     Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
-    affects all settings alike. Levels that the search adds run in a turn of their own, together with plain decoding: a
-    speed-up is always over plain decoding in the same turn. Prompt i draws with the config's seed + i.
+    affects all settings alike, and in two of the clock's turns or more, of which the fastest counts. Levels that the
+    search adds run in turns of their own, together with plain decoding, over which their speed-up is. Prompt i draws
+    with the config's seed + i.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -134,18 +136,27 @@ def _load(config: TuneConfig) -> Task:
 
 
 def _decode_all(task: Task, settings: list[RuleSetting]) -> dict[RuleSetting, list[Batch]]:
-    """Decode every prompt in every setting, after a warm-up of each rule."""
+    """Decode every prompt in every setting, after a warm-up of each rule; return each batch at its fastest."""
     for setting in track({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
         _decode(task, setting, 0)  # first calls allocate memory
-    turns = len(settings)
-    batches: dict[RuleSetting, list[Batch]] = {setting: [] for setting in settings}
-    with phase("tune", turns * len(task.prompts), "texts") as bar:
-        for turn, first in enumerate(range(0, len(task.prompts), task.config.batch_size)):
-            for setting in settings[turn % turns :] + settings[: turn % turns]:
+    firsts = range(0, len(task.prompts), task.config.batch_size)
+    batches: dict[tuple[int, RuleSetting], list[Batch]] = {
+        (first, setting): []
+        for place, first in enumerate(firsts)
+        for setting in settings[place % len(settings) :] + settings[: place % len(settings)]
+    }
+    times: dict[tuple[int, RuleSetting], list[float]] = {key: [] for key in batches}
+    with phase("tune", REPEATS * len(settings) * len(task.prompts), "texts") as bar:
+        for due in turns(times, REPEATS):
+            for first, setting in due:
                 batch = _decode(task, setting, first)
-                batches[setting].append(batch)
+                batches[first, setting].append(batch)
+                times[first, setting].append(batch.seconds)
                 bar.advance(len(batch.rows))
-    return batches
+    return {
+        setting: [min(batches[first, setting], key=lambda batch: batch.seconds) for first in firsts]
+        for setting in settings
+    }
 
 
 def _decode(task: Task, setting: RuleSetting, first: int) -> Batch:

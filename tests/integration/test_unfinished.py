@@ -26,7 +26,7 @@ PROMPTS = ["def f(x):", "import os", "a story of x", "self", "for i in", "return
 PROMPTS += ["while True:", "print("]
 NEW = 5
 UNITS = 25
-"""Finished units of a run: at each temperature five batches in two turns, one of further prompts; three certificates."""
+"""Units of a run: at each temperature five batches in two turns and one of further prompts, and three certificates."""
 
 
 @pytest.fixture(autouse=True)

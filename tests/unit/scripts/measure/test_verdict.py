@@ -25,7 +25,16 @@ from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_ru
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report import summary
 from draftsmith.scripts.report.summary import append_summary, markdown
-from draftsmith.scripts.report.types import Curve, Failure, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
+from draftsmith.scripts.report.types import (
+    Curve,
+    Failure,
+    Gate,
+    GatePart,
+    ProposerEntry,
+    RejectedToken,
+    Run,
+    Speed,
+)
 from draftsmith.scripts.report.words import gate_words, headline
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
@@ -100,6 +109,31 @@ def test_what_may_be_no_faster_is_not():
     assert verdict.reason.endswith(
         "times as fast as plain decoding (T = 0, batch size 1): a speed-up above 1 is not shown."
     )
+
+
+def test_a_text_that_departs_is_named_before_the_speed():
+    case = Case().add("draft", 0.9, lossless=False).add("other", 0.8)
+    gate, verdict = case.judge(min_speedup=1.0)
+    assert gate.failures[0].startswith("the text is not the target's, for draft, γ = 4") and len(gate.failures) == 2
+    assert "the text is not the target's" in verdict.reason and "prompt 3, token 7" in verdict.settings[0].reason
+    assert verdict.settings[0].departs and "NO-GO at T = 0: not the target's text" in headline_of(
+        case, *case.add("draft", 0.9, temperature=1.0).judge()
+    )
+    assert case.add("third", 1.5).judge()[1].proposer == "third"
+
+
+def test_replayed_texts_give_tau_and_the_clock_gives_rounds():
+    rng = np.random.default_rng(0)
+    rounds, tokens, plain = rng.integers(20, 40, 8).tolist(), [64] * 8, batches(1.0)
+    own = Observation(tokens, [0.5 * count for count in rounds], plain.prompts, rounds=rounds)
+    plain = replace(plain, tokens=tokens, seconds=[64.0] * 8)
+    assert own.speedup(plain).value == pytest.approx(64 * 8 / sum(rounds) / 0.5)
+    # Of all 100 texts τ is 2, and a round takes half a token's time, so that nothing is uncertain.
+    more = replace(own, replayed={i: (64.0, 32.0) for i in range(100)})
+    assert more.speedup(plain).value == pytest.approx(4.0) and more.speedup(plain).n == 8
+    assert np.ptp(more.speedup(plain).ci95) < 1e-9 < np.ptp(own.speedup(plain).ci95)
+    assert more.speed().value == pytest.approx(4.0) and more.within({0, 1, 50}).units == [[0], [1], [50]]
+    assert held_out_speedup({"only": {1: Timed.of(more, plain)}}, 1) == pytest.approx(4.0)
 
 
 def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():

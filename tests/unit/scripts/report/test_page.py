@@ -429,7 +429,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
     assert "draft, γ = 4 batch size 1, T = 0" in hero
     assert f"{chosen['measured_speedup'].value:.2f}× [{low:.2f}, {high:.2f}]" in hero
     run = next(r for r in full["runs"] if r["draft_length"] == 4)
-    assert f"{run['mean_acceptance_length'].value:.2f} [" in hero and "80 of 80 texts identical" in hero
+    assert f"{run['replay']['mean_acceptance_length'].value:.2f} [" in hero and "80 of 80 texts identical" in hero
     assert page.headings[2:] == [
         "Speed-up",
         "Runs",

@@ -1,0 +1,116 @@
+"""Speed-ups on a machine that other work slows down: does the interval hold the truth, and is a GO ever false?
+
+A drafter that takes as long as plain decoding is measured on prompts of different acceptance, once in one turn with the
+τ that was decoded, and as `draftsmith measure` does: in `turns`, each batch at its fastest, with the τ of all replayed
+texts. The machine is undisturbed, has bursts of work that double all times, slows down steadily, or is slow for half of
+a turn. Shapes: n decoded prompts.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.common import Figures
+from benchmarks.gate import BenchGateConfig
+from draftsmith.decode.clock import turns
+from draftsmith.decode.measurement.intervals import Values
+from draftsmith.scripts.measure.estimates import Observation
+
+DECODED, REPLAYED, TOKENS, GAMMA = 16, 128, 64, 3
+METHODS = 5
+"""Plain decoding first, then drafters, all as fast in truth."""
+JITTER = 0.015
+"""The scale of what each decode takes longer by itself."""
+BURSTS = {f"bursts of {long} s, {share:.0%}": (long, share) for long in (3, 30) for share in (0.05, 0.15, 0.3)}
+"""The mean seconds of a burst, and the share of the time."""
+STEP = 0.05
+"""Seconds between two moments at which the machine's speed may change."""
+Clock = Callable[[float, float], float]
+"""Returns when a piece of work that begins at a moment ends; both in seconds, the work's on an idle machine."""
+
+
+def clock(slowdown_T: Values) -> Clock:
+    """Return the clock of a machine on which work takes so many times as long in each `STEP`."""
+    moments_T = STEP * np.arange(len(slowdown_T) + 1)
+    done_T = np.append(0.0, np.cumsum(STEP / slowdown_T))
+    return lambda begin, work: float(np.interp(np.interp(begin, moments_T, done_T) + work, done_T, moments_T))
+
+
+def slowdowns(rng: np.random.Generator, name: str, turn: float) -> Values:
+    """Return the slow-down of a machine over eight times the seconds of a turn."""
+    slow_T = np.ones(int(8 * turn / STEP))
+    moments_T = STEP * np.arange(len(slow_T))
+    if name == "drift of 20 % a turn":
+        return slow_T + 0.2 * moments_T / turn
+    if name == "one slow half of a turn":
+        return np.where((moments_T > turn / 2) & (moments_T < turn), 2.0, 1.0)
+    if name in BURSTS:
+        seconds, share = BURSTS[name]
+        end = 0.0
+        while end < moments_T[-1]:
+            begin = end + rng.exponential(seconds * (1 - share) / share)
+            end = begin + rng.exponential(seconds)
+            slow_T[int(begin / STEP) : int(end / STEP)] = 2.0
+    return slow_T
+
+
+def observations(rng: np.random.Generator, name: str) -> dict[str, tuple[Observation, Observation]]:
+    """Return a drafter's observation and plain decoding's on one such machine, by the way of measuring."""
+    acceptance = rng.beta(5, 3, REPLAYED)
+    drafted = np.log(rng.random((REPLAYED, TOKENS))) // np.log(acceptance)[:, None]
+    rounds = ((np.minimum(drafted, GAMMA) + 1).cumsum(1) < TOKENS).sum(1) + 1
+    again = np.log(rng.random((REPLAYED, TOKENS))) // np.log(acceptance)[:, None]  # the replayed texts are others
+    expected = ((np.minimum(again, GAMMA) + 1).cumsum(1) < TOKENS).sum(1) + 1
+    plain, own = np.full(DECODED, 0.01 * TOKENS), 0.01 * TAU * rounds[:DECODED]
+    ends = clock(slowdowns(rng, name, plain.sum() + (METHODS - 1) * own.sum()))
+    times: dict[tuple[int, int], list[float]] = {(i, m): [] for i in range(DECODED) for m in range(METHODS)}
+    now = rng.uniform(0, 5)
+    for due in turns(times, 2):
+        for i, method in due:
+            end = ends(now, (own if method else plain)[i] * np.exp(abs(rng.normal(0, JITTER))))
+            times[i, method].append(end - now)
+            now = end
+    prompts, tokens = [[i] for i in range(DECODED)], [TOKENS] * DECODED
+    replayed = {i: (float(TOKENS), float(count)) for i, count in enumerate(expected)}
+
+    def observed(method: int, pick: Callable[[list[float]], float], **more: object) -> Observation:
+        return Observation(tokens, [pick(times[i, method]) for i in range(DECODED)], prompts, **more)  # type: ignore[arg-type]
+
+    counts = rounds[:DECODED].tolist()
+    return {
+        "once": (observed(1, lambda seconds: seconds[0]), observed(0, lambda seconds: seconds[0])),
+        "in turns": (observed(1, min, rounds=counts, replayed=replayed), observed(0, min)),
+    }
+
+
+def expected_length() -> float:
+    """Return τ of this population, so that a drafter whose rounds take τ tokens' time gains nothing."""
+    rng = np.random.default_rng(0)
+    acceptance = rng.beta(5, 3, 100_000)
+    drafted = np.log(rng.random((len(acceptance), TOKENS))) // np.log(acceptance)[:, None]
+    return float(TOKENS / (((np.minimum(drafted, GAMMA) + 1).cumsum(1) < TOKENS).sum(1) + 1).mean())
+
+
+TAU = expected_length()
+
+
+def clock_figures(config: BenchGateConfig) -> Figures:
+    """Return, by machine, how often the interval holds the truth and says GO, and its width, measured either way."""
+    rng = np.random.default_rng(config.seed)
+    rows: Figures = {}
+    for name in ("undisturbed", *BURSTS, "drift of 20 % a turn", "one slow half of a turn"):
+        found: dict[str, list[tuple[float, float]]] = {"once": [], "in turns": []}
+        for _ in range(config.simulations):
+            for way, (own, plain) in observations(rng, name).items():
+                ends = own.speedup_interval(plain, 0.95)
+                assert ends is not None
+                found[way].append(ends)
+        rows[name] = {}
+        for way, intervals in found.items():
+            low, high = np.array(intervals).T
+            rows[name] |= {
+                f"{way}: holds 1": float(((low <= 1) & (high >= 1)).mean()),
+                f"{way}: false GO": float((low > 1).mean()),
+                f"{way}: width": float(np.median(high - low)),
+            }
+    return {f"speed-up 1.00, {DECODED} prompts decoded, {REPLAYED} replayed": rows}
