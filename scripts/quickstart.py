@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from draftsmith.decode.errors import InputError
@@ -50,7 +51,13 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
 
 
 def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
-    console.rule("1/4 prepare: the target completes prompts")
+    begins = list[float]()
+
+    def stage(title: str) -> None:
+        begins.append(time.perf_counter())
+        console.rule(f"{len(begins)}/4 {title}")
+
+    stage("prepare: the target completes prompts")
     train = stdlib_prompts(config.train_prompts, heldout=False)
     heldout = stdlib_prompts(config.heldout_prompts + config.replayed_prompts, heldout=True)
     selection, measured = heldout[: config.heldout_prompts], heldout[config.heldout_prompts :]
@@ -68,7 +75,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
         share = summary.repeated_ngram_share
         console.print(f"{side}: {summary.tokens} tokens; {share:.1%} of their 4-grams repeat an earlier one")
 
-    console.rule("2/4 distil: the stock draft learns the target's distribution")
+    stage("distil: the stock draft learns the target's distribution")
     data: dict[str, Any] = {
         "completions": [str(output / "completions" / side) for side in ("sampled", "greedy")],
         "heldout": [str(output / "completions/heldout")],
@@ -79,21 +86,24 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     fields = data | {"draft": STOCK, "training.output_dir": output / "draft"}
     _print_gain(distill(_config(DistillConfig, "distill", fields), kept), console)
 
-    console.rule("3/4 medusa: Hydra heads on the target's hidden states, and the best tree for them")
+    stage("medusa: Hydra heads on the target's hidden states, and the best tree for them")
     fields = data | {"training.output_dir": output / "medusa"}
     _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields), kept), console)
-    fields = {"drafter": output / "medusa", "completions": [str(output / "completions/searched")]}
+    fields = {"drafter": output / "medusa", "completions": [str(output / "completions/searched")], "compiled": "false"}
     print_tree(search(_config(TreeConfig, "tree", fields)), console)
 
-    console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
+    stage("measure: plain and speculative decoding of held-out prompts, interleaved")
     write_prompts(output / "prompts/measured.jsonl", measured)
     drafters = [str(output / name) for name in ("draft", "medusa")]
     drafters.append(f"hybrid:suffix{AND}{output / 'draft'}@{SWITCH}")  # a hybrid needs no training
     fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
-    fields |= {"replay_limit": config.replayed_prompts}
+    fields |= {"replay_limit": config.replayed_prompts, "compiled": "false"}  # compiling takes minutes
     report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)
+    seconds = np.diff([*begins, time.perf_counter()])
+    names = ("prepare", "distil", "medusa", "measure")
+    console.print("seconds: " + ", ".join(f"{name} {spent:.0f}" for name, spent in zip(names, seconds, strict=True)))
     return report
 
 

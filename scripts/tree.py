@@ -39,7 +39,8 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.tree/1"
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
-REPEATS = 3
+REPEATS, MOST_TIMED = 2, 5
+"""Turns of whole rounds, and the most trees, evenly spaced by size, whose rounds are timed."""
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that may differ: half precision breaks near-ties otherwise in other shapes."""
 FILES = ("tree.json", "tree.svg", "tree.png")
@@ -211,10 +212,13 @@ def round_costs(
     """Measure the cost of rounds with these trees: whole rounds of the loop, in turns with plain decoding.
 
     A compiled tree is a program of its own, which takes much longer to make than to time. So only the smallest of the
-    deepest trees is timed, and a round's time without its forward is taken as proportional to depth. Timings that
-    do not repeat are added to `doubts`.
+    deepest trees is timed, and a round's time without its forward is taken as proportional to depth. Eagerly a few are
+    timed, and all have a price by depth and nodes. Timings that do not repeat are added to `doubts`.
     """
-    timed = [max(trees, key=lambda tree: (tree.depth, -len(tree)))] if compiled else trees
+    timed = [max(trees, key=lambda tree: (tree.depth, -len(tree)))]
+    if not compiled:
+        places = np.linspace(0, len(trees) - 1, min(MOST_TIMED, len(trees)))
+        timed = [trees[round(place)] for place in places]
     named = {f"{len(tree)} nodes": tree for tree in timed}
     proposers = {name: drafter.with_tree(tree) for name, tree in named.items()}
     depths = {name: tree.depth for name, tree in named.items()}
@@ -233,19 +237,19 @@ def round_costs(
     doubts += timing.doubts()[0.0]
     rest = [timing.rest(0.0, name) for name in named]
     by_depth = [max(0.0, rest[0]) * tree.depth / timed[0].depth for tree in trees]
-    overheads = by_depth if compiled else fit_rest_seconds(trees, rest)
+    overheads = by_depth if compiled else fit_rest_seconds(timed, rest, trees)
     plain = timing.plain_overhead(0.0)
     return [RoundCosts(timing.parts.target, 0.0, overhead=seconds, plain_overhead=plain) for seconds in overheads]
 
 
-def fit_rest_seconds(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:
-    """Return a round's seconds without its forward, by the plane through the measured seconds over depth and nodes.
+def fit_rest_seconds(timed: Sequence[Tree], seconds: Sequence[float], trees: Sequence[Tree]) -> list[float]:
+    """Return each tree's seconds of a round without its forward, by a plane over depth and nodes through those timed.
 
     Each level is another head, each node another token to compare, so neither coefficient is negative. Residuals are
     noise, a difference of two larger times, which would choose a tree for a lucky moment.
     """
-    levels = np.array([[1.0, tree.depth, len(tree)] for tree in trees])
-    return [float(rest) for rest in levels @ nnls(levels, np.maximum(seconds, 0.0))[0]]
+    levels, all_levels = (np.array([[1.0, tree.depth, len(tree)] for tree in group]) for group in (timed, trees))
+    return [float(rest) for rest in all_levels @ nnls(levels, np.maximum(seconds, 0.0))[0]]
 
 
 def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:

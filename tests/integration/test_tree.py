@@ -216,8 +216,8 @@ def test_what_a_round_takes_beside_its_forward_is_a_plane():
     """The tree of one lucky moment is not cheaper than a smaller one."""
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,)]), Tree.chain(2), Tree.chain(3), Tree.chain(4)]
     exact = [0.001 + 0.0005 * tree.depth + 0.0001 * len(tree) for tree in trees]
-    assert command.fit_rest_seconds(trees, exact) == pytest.approx(exact)
-    lucky = command.fit_rest_seconds(trees, [*exact[:3], exact[3] - 0.001, exact[4]])
+    assert command.fit_rest_seconds(trees[:4], exact[:4], trees) == pytest.approx(exact)
+    lucky = command.fit_rest_seconds(trees, [*exact[:3], exact[3] - 0.001, exact[4]], trees)
     assert lucky[0] <= lucky[2] <= lucky[3] <= lucky[4]
 
 
