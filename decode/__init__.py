@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.generation import DecodeOutput as DecodeOutput
     from draftsmith.decode.measurement.replay import Replay as Replay
     from draftsmith.decode.measurement.replay import replay_acceptance as replay_acceptance
-    from draftsmith.decode.planning.plan import FixedLength as FixedLength
-    from draftsmith.decode.planning.plan import Plan as Plan
     from draftsmith.decode.proposers.base import Proposal as Proposal
     from draftsmith.decode.proposers.base import Proposer as Proposer
     from draftsmith.decode.proposers.draft_model import DraftModelProposer as DraftModelProposer
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.run_ahead import RunAheadProposer as RunAheadProposer
     from draftsmith.decode.proposers.suffix.proposer import SuffixProposer as SuffixProposer
     from draftsmith.decode.proposers.suffix.store import SuffixStore as SuffixStore
+    from draftsmith.decode.proposers.survival import FixedLength as FixedLength
     from draftsmith.decode.proposers.unigram import BlindProposer as BlindProposer
     from draftsmith.decode.rows import Departure as Departure
     from draftsmith.decode.rules import Cascade as Cascade
@@ -48,7 +47,6 @@ _EXPORTS = {
     "errors": ("InputError",),
     "generation": ("DecodeOutput",),
     "measurement.replay": ("Replay", "replay_acceptance"),
-    "planning.plan": ("FixedLength", "Plan"),
     "proposers.base": ("Proposal", "Proposer"),
     "proposers.draft_model": ("DraftModelProposer",),
     "proposers.draft_tree": ("DynamicTree",),
@@ -60,6 +58,7 @@ _EXPORTS = {
     "proposers.run_ahead": ("RunAheadProposer",),
     "proposers.suffix.proposer": ("SuffixProposer",),
     "proposers.suffix.store": ("SuffixStore",),
+    "proposers.survival": ("FixedLength",),
     "proposers.unigram": ("BlindProposer",),
     "rows": ("Departure",),
     "rules": ("Cascade", "Exact", "Threshold", "Typical"),

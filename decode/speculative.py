@@ -17,8 +17,8 @@ from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
-from draftsmith.decode.planning.plan import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, stack_tokens
+from draftsmith.decode.proposers.survival import FixedLength, as_length
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import Verdict
@@ -64,7 +64,7 @@ def speculative_generate(
     proposer: Proposer,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    draft_length: int | Plan | FixedLength | None = 4,
+    draft_length: int | FixedLength | None = 4,
     rule: str | Rule = "exact",
     seed: int = 0,
     **generate_kwargs: Any,
@@ -76,9 +76,8 @@ def speculative_generate(
         proposer: the drafter.
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
-        draft_length: γ, depth of a draft; less near the length limit. None lets a `Plan` choose it each round from
-            measured costs and acceptance; your own `Plan` keeps its estimates from call to call. A `FixedLength` may
-            also cut drafts where they are unlikely to be accepted.
+        draft_length: γ, depth of a draft; less near the length limit. None is the proposer's `longest`, or 4 without
+            one. A `FixedLength` may also cut drafts where they are unlikely to be accepted.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with other levels.
         seed: row i has its own generator, seeded with seed + i; its draws do not depend on the batch.
@@ -110,7 +109,7 @@ def speculative_decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     proposer: Proposer,
-    draft_length: int | Plan | FixedLength | None = 4,
+    draft_length: int | FixedLength | None = 4,
     rule: str | Rule = "exact",
     compiled: bool = False,
     observer: Observer | None = None,
@@ -128,9 +127,9 @@ def speculative_decode(
         InputError: as `speculative_generate`, or an input or option of `generate` that is not served.
     """
     check_rollback(model, "target")
-    rule, plan = as_rule(rule), as_plan(draft_length, proposer.longest)
+    rule, length = as_rule(rule), as_length(draft_length, proposer.longest)
     rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
-    _write(model, proposer, list(rows), plan, rule, compiled, observer)
+    _write(model, proposer, list(rows), length, rule, compiled, observer)
     return collect_output(rows, input_ids, generation_config, rule.lossy, proposer.positions)
 
 
@@ -138,24 +137,28 @@ def _write(
     model: PreTrainedModel,
     proposer: Proposer,
     rows: list[TextRow],
-    plan: Plan | FixedLength,
+    length: FixedLength,
     rule: Rule,
     compiled: bool,
     observer: Observer | None,
 ) -> None:
     """Write texts to their ends, a round at a time (Leviathan et al. 2023, algorithm 1)."""
-    task = _task(model, rows, plan, rule, compiled)
+    task = _task(model, rows, length, rule, compiled)
     largest = proposer.start(task)
+    if length.survival and not proposer.cuts:
+        raise InputError(
+            "survival: expected chains of a drafter that knows its confidence, under the exact rule, found "
+            f"{type(proposer).__name__}"
+        )
     wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
     # The target returns to no token before its last block.
     target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, rollback=0, **wants)
-    plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
     texts = TextBatch(rows, 1 + largest)
     while True:
         rows, roots = texts.rows, texts.lengths + -1
         # Draft γ tokens from q, but leave room for the target's own.
         contexts = RowTexts(rows)
-        drafts = plan.propose(model, proposer, contexts, [row.room - 1 for row in rows])
+        drafts = proposer.propose(contexts, [min(length.longest, row.room - 1) for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
         width = max(len(draft.tree) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
@@ -171,7 +174,6 @@ def _write(
             target.keep_paths(roots, paths, accepted)
         for row, draft, verdict, emitted in zip(rows, drafts, verdicts, tokens, strict=True):
             round = _recorded(row, draft, verdict, emitted)
-            plan.observe(round.accepted, draft, round.drafted)
             if observer is not None:
                 observer(round)
         # Continue with the texts that have not ended.
@@ -186,7 +188,7 @@ def _write(
 
 
 def _task(
-    model: PreTrainedModel, rows: Sequence[TextRow], plan: Plan | FixedLength, rule: Rule, compiled: bool
+    model: PreTrainedModel, rows: Sequence[TextRow], length: FixedLength, rule: Rule, compiled: bool
 ) -> DraftTask:
     sampler, samplers = rows[0].sampler, [row.sampler for row in rows]
     return DraftTask(
@@ -194,13 +196,12 @@ def _task(
         model.config.get_text_config().vocab_size,
         [row.generator for row in rows],
         max(len(row.text) for row in rows),
-        plan.longest,
+        length.longest,
         draw_siblings=not rule.lossy,
         compiled=compiled,
         target=model,
-        fixed_length=isinstance(plan, FixedLength),
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
-        survival=None if rule.lossy else plan.cut,  # lossy rules read max q
+        survival=None if rule.lossy else length.cut,  # lossy rules read max q
     )
 
 

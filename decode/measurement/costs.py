@@ -335,7 +335,6 @@ def drafting_seconds(
         draw_siblings=True,
         compiled=compiled,
         target=target,
-        fixed_length=True,
     )
     proposer.start(task)
     seconds, tokens = [], 0

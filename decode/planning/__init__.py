@@ -1,1 +1,1 @@
-"""The costs of rounds, and plans of draft lengths by them."""
+"""The costs of rounds, and speed-ups by them."""

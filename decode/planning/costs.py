@@ -1,11 +1,11 @@
-"""The seconds of a round, and the draft length that they and the acceptance make the best.
+"""The seconds of a round, and the speed-up that they and the acceptance make.
 
 A round that drafts γ tokens emits τ(γ) tokens in d(γ) + t(γ + 1) + o seconds: t(k) is a forward of the target over k
 tokens, d(γ) the drafting and o the rest. Plain decoding emits one token in t(1). The formula of Leviathan et al. 2023
 (theorem 3.8) is the case t(k) = t(1), which no real machine has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,25 +53,6 @@ class RoundCosts:
         if draft_length == 0:
             return 1.0
         return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
-
-    def slot_prices(self, draft_length: int, acceptance: float, step: float = 0.0, drafted: bool = True) -> list[float]:
-        """Return the seconds that each slot of a draft costs, per token if its own token were accepted for sure.
-
-        Later slots may be cheaper, as where a forward over two tokens takes longer than one over a single token, but
-        one over three does not. So this is the least over the slots that may follow, whose tokens are accepted at rate
-        `acceptance` each, and whose drafts take a `step` each; the slot's own does unless it is `drafted` already.
-        """
-        forwards = [self.verification(1 + k) + k * step for k in range(draft_length + 1)]
-        tokens = [1.0]
-        while len(tokens) < draft_length:
-            tokens.append(1 + acceptance * tokens[-1])
-        return [
-            min(
-                (after - forwards[k] - drafted * step) / count
-                for after, count in zip(forwards[k + 1 :], tokens, strict=False)
-            )
-            for k in range(draft_length)
-        ]
 
     def break_even_length(self, draft_length: int, nodes: float | None = None) -> float:
         """Return the τ at which this γ is as fast as plain decoding."""
@@ -153,26 +134,6 @@ def acceptance_length(conditional: Sequence[float]) -> float:
         reach *= a
         length += reach
     return length
-
-
-def best_draft_length(
-    costs: RoundCosts,
-    accepted: Sequence[float],
-    verified: Sequence[float] | None = None,
-    nodes: Callable[[int], int] | None = None,
-    least: int = 0,
-) -> int:
-    """Return the γ, `least` or more, with the greatest speed-up; 0 is plain decoding.
-
-    `accepted` and `verified` are the shares of rounds that accept and verify a token at each depth; None verifies all.
-    """
-    forwards = [costs.verification(1 + (k if nodes is None else nodes(k))) for k in range(len(accepted) + 1)]
-    rates, tokens, seconds = [1 / (costs.target[1] + costs.plain_overhead)], 1.0, costs.overhead + forwards[0]
-    for k, share in enumerate(accepted):
-        tokens += share
-        seconds += (forwards[k + 1] - forwards[k]) * (1.0 if verified is None else verified[k])
-        rates.append(tokens / max(seconds + costs.drafting(k + 1), costs.target[1]))
-    return max(range(least, len(rates)), key=lambda k: rates[k])
 
 
 @torch.inference_mode()

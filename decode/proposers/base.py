@@ -168,7 +168,6 @@ class DraftTask:
     draw_siblings: bool  # whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic
     compiled: bool
     target: PreTrainedModel | None = None  # the target, for drafters that use its weights
-    fixed_length: bool = False  # whether each draft is as deep as `draft_length`, unless the row has less room
     round_length: int = 0
     """The greatest γ of drafters that take turns with this one: its cache may lack that many tokens."""
     row_samplers: Sequence[Sampler] = ()
@@ -212,7 +211,6 @@ class Proposer(ABC):
     proposer wants these or hidden states, not both."""
     at_once: bool = False  # whether a draft costs about the same at any length
     cuts: bool = False  # after `start`, whether drafts end where the task's `survival` says, and hold their confidence
-    stops: bool = False  # after `start`, whether this also saves the drafting of later tokens
     positions: int | None = None  # the longest text that it drafts for, in tokens; None for no limit
     longest: int | None = None  # the greatest depth of its drafts at any draft length; None for no limit
 
@@ -231,7 +229,7 @@ class Proposer(ABC):
         """
 
     def nodes(self, draft_length: int) -> int:
-        """Return the greatest number of tokens of a draft of this depth, by which a `Plan` prices a round."""
+        """Return the greatest number of tokens of a draft of this depth."""
         return draft_length
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027

@@ -137,17 +137,11 @@ def fed_slots(tree: Tree, depth: int) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def program_shapes(tree: Tree | None, depth: int, most: int, fixed: bool) -> list[Tree]:
+def program_shapes(tree: Tree | None, depth: int, most: int) -> list[Tree]:
     """Return the shapes that consecutive program calls draft: a tree, or chains of at most `most` steps each."""
     if tree is not None:
         return [tree.pruned(depth)[0]]
-    chains = []
-    while depth:
-        part = min(depth, most)
-        # Where lengths vary, parts are powers of two, so that few programs are compiled.
-        chains.append(Tree.chain(part if fixed else 1 << (part.bit_length() - 1)))
-        depth -= len(chains[-1])
-    return chains
+    return [Tree.chain(min(most, depth - before)) for before in range(0, depth, most)]
 
 
 ReadOutput = Callable[[Tensor], tuple[Tensor, Tensor | None]]

@@ -106,7 +106,6 @@ class DraftModelProposer(Proposer):
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self.cuts = task.survival is not None and self.tree is None
         self.in_programs = task.compiled and self.fits_programs(task)
-        self.stops = self.cuts and not self.in_programs and not self.at_once
         self.feeder = self.make_feeder(task, self.most_fed(task))
         self._fed: list[list[int]] = []  # for each row of the last draft, each node's slot after the text, or −1
         return self.nodes(task.draft_length)
@@ -297,9 +296,6 @@ class DraftModelProposer(Proposer):
                         active[row], lengths[row] = False, step
             tokens.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
             active = [alive and step + 1 < k for alive, k in zip(active, lengths, strict=True)]
-            if survival is not None and not survival.expects(step + 1):
-                lengths = [min(k, step + 1) for k in lengths]
-                break
             if not any(active):
                 break
             fed_B1 = tokens[-1][:, None]
@@ -315,8 +311,8 @@ class DraftModelProposer(Proposer):
 
     def _draft_in_programs(self, block: ProgramBlock, draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft chains or trees of fixed shape with one program call; a long chain takes one for each few steps."""
-        task, depth = self.task, self.task.draft_length if self.task.fixed_length else max(draft_lengths)
-        trees = program_shapes(self.tree, depth, self.most_steps, task.fixed_length)
+        depth = self.task.draft_length
+        trees = program_shapes(self.tree, depth, self.most_steps)
         parts: list[StaticDraft] = []
         for shape in trees:
             before = sum(part.tokens.shape[1] for part in parts)

@@ -183,9 +183,6 @@ def choose(
     confidence: Tensor | None = None
     distributions: list[Tensor] = []  # of each depth of a drawn chain, (B, 1, V)
     for level in levels:
-        if survival is not None and not survival.expects(level.depth):
-            tokens, confidence = tokens[:, : level.depth], None if confidence is None else confidence[:, : level.depth]
-            break
         scores_BFV, parents = scores_after(level, tokens), len(level.parents)
         if wants_confidence:
             confidence = scores_BFV.new_zeros(tokens.shape) if confidence is None else confidence

@@ -306,7 +306,7 @@ class BlockProposer(FeatureProposer):
         if feeder.model.is_empty or max(map(len, feeder.unfed)) > feeder.width:
             feeder.feed_unfed(texts, but=1)
         # One program for each tree and each kind of draw; `compute` compiles it at its first use.
-        shape = self.shape(min(task.draft_length, self.most_steps) if task.fixed_length else max(draft_lengths))
+        shape = self.shape(min(task.draft_length, self.most_steps))
         lacking = [len(states) for states in feeder.unfed]
         tokens, slots, further = feeder.take_block(texts)
         draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, ends_B2.device)

@@ -110,8 +110,7 @@ class EagleProposer(FeatureProposer):
 
     def fits_programs(self, task: DraftTask) -> bool:
         """Return whether one program can draft all steps."""
-        one_shape = task.fixed_length or self.tree is not None
-        return super().fits_programs(task) and one_shape and task.draft_length <= self.most_steps
+        return super().fits_programs(task) and task.draft_length <= self.most_steps
 
     def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
         """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.unrolled`."""

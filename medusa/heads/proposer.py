@@ -140,9 +140,8 @@ class MedusaProposer(TreeProposer):
         self._in_programs &= sampler.temperature is not None
         if self._in_programs:
             self._programs, self._device, self._dtype = Programs.of(self._model), self.heads.device, self.heads.dtype
-            self._ready: dict[Tree, Program] = {}
+            self._program: Program | None = None
         self.cuts = task.survival is not None and tree.is_chain
-        self.stops = self.cuts and not self._in_programs
         return len(tree)
 
     def nodes(self, draft_length: int) -> int:
@@ -191,18 +190,16 @@ class MedusaProposer(TreeProposer):
     def _draft_in_program(
         self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], hidden_BH: Tensor
     ) -> list[Proposal]:
-        task = self._task
-        depth = task.draft_length if task.fixed_length else max(draft_lengths)
-        tree, device = self.tree.pruned(depth)[0], self._device
+        task, device = self._task, self._device
+        tree, _ = self.tree.pruned(task.draft_length)
         draws = make_draws(tree, task.vocab_size, self._temperature, self._generators, draft_lengths, device)
         last = last_tokens(contexts, 1).to(device)
         inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
-        # Trees of all draft lengths have programs of their own.
-        if (program := self._ready.get(tree)) is None:
+        if self._program is None:
             assert self._model is not None
             forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws), self.cuts)
-            program = self._ready[tree] = self._programs.get(forward, inputs)
-        return read_draft(program(*inputs), self.cuts).drafts(tree, draft_lengths, task.survival)
+            self._program = self._programs.get(forward, inputs)
+        return read_draft(self._program(*inputs), self.cuts).drafts(tree, draft_lengths, task.survival)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the hidden state of the last token that was fed and accepted."""

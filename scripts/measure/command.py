@@ -30,7 +30,6 @@ from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.serving.measure import observe as server
-from draftsmith.scripts.serving.measure.aiperf import write_aiperf
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.entries import server_report
 from draftsmith.scripts.serving.measure.expectation import read_expectation, require_known
@@ -134,8 +133,6 @@ def measure_server(config: MeasureServerConfig) -> Report:
             raise observed.failure
         report = server_report(observed, expectation)
         _write(report, output)
-        if config.aiperf:
-            write_aiperf(observed, output / "aiperf")
         if observed.failure is None:
             remove(output / DIRECTORY)
     return report

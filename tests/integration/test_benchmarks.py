@@ -17,7 +17,7 @@ import torch
 from pages import GUIDES
 from rich.console import Console
 
-from benchmarks import common, cuts, decode, divergence, floor, rounds, study, targets
+from benchmarks import common, decode, divergence, floor, rounds, study, targets
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import law, shapes
 from benchmarks.gpu.cases import Place
@@ -82,17 +82,6 @@ def figures_of(bench, config_class, arguments, tmp_path, *shown):
     path = tmp_path / "figures.json"
     common.run_benchmark(config_class, bench, *shown, argv=[*arguments, "--output", str(path)])
     return json.loads(path.read_text())
-
-
-def test_cuts_are_compared_with_each_fixed_length(pair, tmp_path):
-    arguments = [*pair, "--max_new_tokens", "12", "--longest", "2", "--batch_size", "[1, 2]", "--temperature", "[0]"]
-    figures = figures_of(cuts.bench, cuts.BenchCutsConfig, arguments, tmp_path)
-    for rows in (1, 2):
-        methods = figures[f"{pair[3]}, B = {rows}, T = 0"]
-        assert set(methods) == {"plain", "γ = 1", "γ = 2", "plan"}
-        for name, of_method in methods.items():
-            if name != "plain":
-                assert of_method["verified_per_token"] * of_method["mean_acceptance_length"] >= 1
 
 
 def test_decode(pair, tmp_path, capsys):

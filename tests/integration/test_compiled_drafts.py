@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from gemma import tiny_gemma
-from specimens import DFLASH2, RECURRENT, TREE, block, eagle, medusa, near, rotated
+from specimens import DFLASH2, RECURRENT, TREE, block, eagle, medusa, near, rotated, wavering
 from trained_heads import own_texts, train_heads
 
 from draftsmith.decode import (
@@ -22,7 +22,6 @@ from draftsmith.decode import (
     FixedLength,
     HybridProposer,
     InputError,
-    Plan,
     SuffixProposer,
     Switch,
     Threshold,
@@ -33,7 +32,6 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import program
 from draftsmith.decode.measurement.exactness import first_mismatch
-from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.medusa import BlockProposer, MedusaHeads, MedusaProposer
@@ -322,39 +320,15 @@ def test_plain_decoding_by_programs_writes_the_eager_tokens(options):
         same(compiled, eager)
 
 
-class Wavering(Plan):
-    """Drafts of changing lengths, whatever they cost."""
-
-    turn = 0
-
-    def draft_length(self, rows=1):
-        self.turn += 1
-        return (3, 0, 1, 5, 0, 0, 2, 6)[self.turn % 8]
-
-
-@every_shape
-@pytest.mark.usefixtures("untraced")
-def test_texts_of_a_plan_are_plain_decodings(shape):
-    """A plan that measures, whose lengths depend on the clock, and one of given costs."""
-    drafter, (ids, mask) = SHAPES[shape](), batch()
-    plain = autoregressive_generate(target(), ids, mask, max_new_tokens=NEW, do_sample=False).sequences
-    for plan in (None, Plan(RoundCosts({1: 1.0, 9: 1.2}, 0.05))):
-        out = speculate(drafter, target(), GREEDY, draft_length=plan, compiled=True)
-        assert out.sequences.tolist() == plain.tolist()
-
-
 @pytest.mark.parametrize(("shape", "name"), [*rotated(SHAPES, ["T=0", "T=1"]), ("chain", "T=1"), ("tree", "T=0")])
 @pytest.mark.usefixtures("untraced")
 def test_drafts_of_changing_lengths_are_the_eager_ones(shape, name):
-    drafter, options = SHAPES[shape](), TEMPERATURES[name]
-    end = ending(drafter, target(), options)
+    options = TEMPERATURES[name]
+    options = options | {"eos_token_id": ending(SHAPES[shape](), target(), options), "max_new_tokens": 2 * NEW}
     eager, compiled = (
-        speculate(
-            drafter, target(), options, draft_length=Wavering(RoundCosts({1: 1.0}, 0.0)), compiled=how,
-            eos_token_id=end, max_new_tokens=2 * NEW,
-        )
+        speculate(wavering(SHAPES[shape](), [0, 1, 3, 0, 0, 2, 3, 3]), target(), options, compiled=how)
         for how in (False, True)
-    )  # fmt: skip
+    )
     same(compiled, eager)
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from specimens import wavering
 from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.decode import (
@@ -16,8 +17,6 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.planning.costs import RoundCosts
-from draftsmith.decode.planning.plan import Plan
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
@@ -141,41 +140,15 @@ def test_stopping_a_draft_early_is_lossless_and_saves_drafted_tokens(target, dra
         DraftModelProposer(draft, tree=DynamicTree(), stop=stop)
 
 
-class Never(Plan):
-    """A plan that drafts nothing."""
-
-    def draft_length(self, rows=1):
-        return 0
-
-
 @pytest.mark.parametrize("options", [{"top_k": 0}, {"repetition_penalty": 1.3}, {"do_sample": False}])
 @pytest.mark.parametrize("lengths", [(5,), (3, 6, 4)])
 def test_rounds_without_drafts_are_plain_decoding(target, draft, options, lengths):
     """Sampled texts are the same, too: such a round takes the one random number that plain decoding takes."""
     ids, mask = batch(*lengths)
     options = {"max_new_tokens": 24, "do_sample": True, "seed": 5, **options}
-    plan = Never(RoundCosts({1: 1.0}, 0.0))
-    idle = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=plan, **options)
+    idle = speculative_generate(target, wavering(DraftModelProposer(draft), [0]), ids, mask, **options)
     assert idle.sequences.tolist() == autoregressive_generate(target, ids, mask, **options).sequences.tolist()
     assert idle.counts.num_draft_tokens == 0 and idle.counts.num_drafts == 24 * len(lengths)
-
-
-def test_planned_lengths_follow_costs_and_acceptance(target, draft):
-    ids, mask = batch(3, 7, 5)
-    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
-
-    def mean_depth(model: torch.nn.Module, costs: RoundCosts | None) -> float:
-        out = speculative_generate(target, DraftModelProposer(model), ids, mask, draft_length=Plan(costs), **GREEDY)
-        assert torch.equal(out.sequences, plain)
-        return out.counts.num_draft_tokens / out.counts.num_drafts
-
-    free, dear = RoundCosts({1: 1.0, 9: 1.0}, draft_step=0.01), RoundCosts({1: 1.0, 9: 1.0}, draft_step=2.0)
-    stranger = perturbed(target, 3.0)
-    assert mean_depth(target, free) > mean_depth(draft, free) > mean_depth(draft, dear)
-    assert mean_depth(target, free) > mean_depth(stranger, RoundCosts({1: 1.0, 9: 9.0}, draft_step=0.01))
-    assert mean_depth(draft, dear) < 0.4  # the first rounds, and a probe now and then
-    measured = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=None, **GREEDY)
-    assert torch.equal(measured.sequences, plain)
 
 
 @pytest.mark.parametrize(("tree", "do_sample", "kind"), [(None, True, "traced"), (TREES[1], False, "untraced")])

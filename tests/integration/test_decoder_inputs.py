@@ -7,6 +7,7 @@ import torch
 from conftest import perturbed, tiny_llama
 from families import tiny_model
 from gemma import seeing_gemma, tiny_gemma
+from specimens import wavering
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -26,7 +27,6 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from draftsmith.decode import (
     DraftModelProposer,
     InputError,
-    Plan,
     Tree,
     autoregressive_generate,
     early_exit,
@@ -34,7 +34,6 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
-from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -315,42 +314,13 @@ def test_buffers_grow_with_the_text(target):
 
 
 @pytest.mark.usefixtures("untraced")
-def test_a_plan_that_pauses_loses_no_acceptance_where_forwards_are_compiled(target):
+def test_a_drafter_that_pauses_loses_no_acceptance_where_forwards_are_compiled(target):
     """After rounds without a draft the cache lacks several tokens; all of them are fed."""
-
-    class Pausing(Plan):
-        turn = 0
-
-        def draft_length(self, rows=1):
-            self.turn += 1
-            return 0 if self.turn % 6 in (2, 3, 4) else 3
-
     for rows in (1, 2):
-        plan = Pausing(RoundCosts({1: 1.0, 9: 1.0}, 0.01))
-        out = speculative_generate(
-            target, DraftModelProposer(target), prompt(rows), draft_length=plan, compiled=True, max_new_tokens=60,
-            do_sample=False,
-        )  # fmt: skip
+        pausing = wavering(DraftModelProposer(target), [3, 0, 0, 0, 3, 3])
+        options = {"compiled": True, "max_new_tokens": 60, "do_sample": False}
+        out = speculative_generate(target, pausing, prompt(rows), draft_length=3, **options)
         assert out.counts.num_accepted_tokens == out.counts.num_draft_tokens > 20
-
-
-def test_a_plan_prices_the_nodes_that_a_tree_verifies(target, draft):
-    """Sixteen nodes at a price a node: a plan that priced the depth would draft on."""
-    tree = Tree.from_choices([(i,) for i in range(8)] + [(i, 0) for i in range(8)])
-    costs = RoundCosts({1: 1.0, 17: 9.0}, draft_step=0.01)
-    out = speculative_generate(
-        target, DraftModelProposer(draft, tree), prompt(), draft_length=Plan(costs, longest=2), max_new_tokens=40,
-        do_sample=False,
-    )  # fmt: skip
-    chain = speculative_generate(
-        target, DraftModelProposer(draft), prompt(), draft_length=Plan(costs, longest=2), max_new_tokens=40,
-        do_sample=False,
-    )  # fmt: skip
-    assert out.counts.num_draft_tokens_per_pos[0] < chain.counts.num_draft_tokens_per_pos[0]  # rounds with a draft
-    assert DraftModelProposer(draft, tree).nodes(1) == 8
-    measured = Plan(longest=2)
-    speculative_generate(target, DraftModelProposer(draft, tree), prompt(), draft_length=measured, **GREEDY)
-    assert max(measured._target[1]) == 17
 
 
 def test_custom_generate_refuses_what_speculative_generate_refuses(target, draft):

@@ -8,11 +8,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from simulated_server import MODEL, simulated_server
 
-from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts import cli
 from draftsmith.scripts.report.schema import report_schema
 from draftsmith.scripts.serving.measure import observe
-from draftsmith.scripts.serving.measure.aiperf import acceptance
 
 COUNT, NEW = 12, 40
 VALIDATOR = Draft202012Validator(report_schema())
@@ -138,49 +136,6 @@ def test_the_way_of_counting_is_told_and_changes_no_figure(measure, prompts, law
     assert all(words[name] in counted["convention"] for name in law if name in words)
 
 
-def aiperf_lines(folder: Path) -> list[dict]:
-    """Read records, and check what AIPerf demands of them."""
-    lines = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text().splitlines()]
-    for line in lines:
-        assert line["metadata"]["benchmark_phase"] == "profiling" and line["error"] is None
-        assert line["metadata"]["request_start_ns"] < line["metadata"]["request_end_ns"]
-        metrics = {name: metric["value"] for name, metric in line["metrics"].items()}
-        assert metrics["output_sequence_length"] == NEW and metrics["time_to_first_token"] > 0
-        later = metrics["inter_token_latency"] * (NEW - 1)
-        assert metrics["request_latency"] == pytest.approx(metrics["time_to_first_token"] + later)
-        spec = line.get("spec_decode_acceptance")
-        if spec is not None:
-            steps = {int(accepted): count for accepted, count in spec["acceptance_histogram"].items()}
-            assert sum(steps.values()) == spec["num_spec_steps"] and 0 not in steps.values()
-            assert sum(j * count for j, count in steps.items()) == spec["num_accepted_draft_tokens"]
-            assert spec["num_accepted_draft_tokens"] <= spec["num_draft_tokens"]
-    return lines
-
-
-@pytest.mark.parametrize("law", [{"counts_answers": True}, {"kind": "sglang"}], ids=["vllm", "sglang"])
-def test_requests_are_written_as_aiperf_records_them(measure, prompts, tmp_path, law):
-    with simulated_server(**law) as server, simulated_server(draft_length=0) as plain:
-        code, report, _ = measure(server, prompts, "--aiperf", "--concurrency", "1,2", baseline=plain)
-    names = [f"{role}-T0-{rows}" for role in ("baseline_server", "server") for rows in (1, 2)]
-    assert code in (0, 3) and sorted(path.name for path in (tmp_path / "out/aiperf").iterdir()) == names
-    drafts = 0
-    for rows in (1, 2):
-        lines = aiperf_lines(tmp_path / f"out/aiperf/server-T0-{rows}")
-        assert [line["metadata"]["conversation_id"] for line in lines] == [f"p{i}" for i in range(COUNT)]
-        run = next(run for run in report["runs"] if run["batch_size"] == rows)
-        for category in "ab":
-            of = [line["spec_decode_acceptance"] for line in lines if line["metadata"]["source_kind"] == category]
-            accepted, steps = (
-                sum(spec[f"num_{name}"] for spec in of) for name in ("accepted_draft_tokens", "spec_steps")
-            )
-            # The server counts what it accepts past the end of a text; τ does not.
-            assert 0 <= 1 + accepted / steps - run["by_category"][category]["mean_acceptance_length"]["value"] < 0.5
-            drafts += steps
-        plainly = aiperf_lines(tmp_path / f"out/aiperf/baseline_server-T0-{rows}")
-        assert len(plainly) == COUNT and all("spec_decode_acceptance" not in line for line in plainly)
-    assert drafts == len(server.steps)
-
-
 def test_turns_of_conversations_are_told_apart(measure, chats):
     before = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "it"}]
     rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
@@ -191,33 +146,6 @@ def test_turns_of_conversations_are_told_apart(measure, chats):
     (run,) = report["runs"]
     assert {turn: of["prompts"] for turn, of in run["by_turn"].items()} == {"1": COUNT / 2, "2": COUNT / 2}
     assert all(of["mean_acceptance_length"]["value"] > 1 for of in run["by_turn"].values()) and run["by_category"] == {}
-
-
-def test_a_server_that_counts_no_answer_leaves_acceptance_out_of_its_records(measure, chats, tmp_path):
-    with simulated_server() as server:
-        assert measure(server, chats, "--aiperf")[0] == 0
-    (folder,) = (tmp_path / "out/aiperf").iterdir()
-    lines = aiperf_lines(folder)
-    assert all("source_kind" not in line["metadata"] and "spec_decode_acceptance" not in line for line in lines)
-    assert json.loads((folder / "profile_export_aiperf.json").read_text())["input_config"]["models"]["items"] == [
-        {"name": MODEL}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("counts", "histogram"),
-    [
-        (ServerCounts.of_histogram([3, 0, 2], 10), {"0": 3, "2": 2}),
-        (ServerCounts.of_histogram([0, 0, 5], 10), {"2": 5}),
-        (ServerCounts(5, 10, 4, ()), None),
-        (ServerCounts.of_histogram([0, 0, 5], 5), None),
-        (ServerCounts(), None),
-    ],
-    ids=["some", "all", "no positions", "own tokens among the accepted", "no draft"],
-)
-def test_counts_that_aiperf_would_refuse_are_left_out(counts, histogram):
-    drafted = acceptance(counts)
-    assert (drafted and drafted["acceptance_histogram"]) == histogram
 
 
 def test_the_page_and_the_summary_name_the_server(measure, prompts, tmp_path):

@@ -1,7 +1,6 @@
-"""The law of text where drafts end by their survival, exactly (`enumeration`): alone, in company, and by a plan."""
+"""The law of text where drafts end by their survival, exactly (`enumeration`): alone and in company."""
 
 from collections import defaultdict
-from functools import partial
 
 import pytest
 import torch
@@ -18,12 +17,9 @@ from statistical.test_enumeration import (
 )
 from transformers import LogitsProcessorList
 
-from draftsmith.decode import FixedLength, InputError, Plan, Tree, replay_acceptance
-from draftsmith.decode.planning.costs import RoundCosts
+from draftsmith.decode import FixedLength, InputError, Tree, replay_acceptance
 from draftsmith.decode.proposers.survival import Survival
 from draftsmith.medusa import BlockProposer, EagleProposer, MedusaProposer
-
-COSTS = RoundCosts({1: 1.0, 2: 1.3, 3: 1.6}, draft_step=0.05)
 
 
 def confident(target, own=False):
@@ -103,16 +99,6 @@ def test_replay_expects_the_rounds_of_each_text(llama, monkeypatch, drafter):  #
     expected, uncut = ([text.counts[2].num_drafts for text in replay.texts] for replay in replays)
     assert expected == pytest.approx([rounds[text] for text in masses], abs=1e-6)
     assert any(one > other + 1e-3 for one, other in zip(expected, uncut, strict=True))
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("make", [DRAFTERS["draft model"][0], confident], ids=["draft model", "block"])
-def test_a_plan_that_learns_leaves_the_law(llama, monkeypatch, make, setting):  # noqa: F811
-    compute_in_double(monkeypatch, llama)
-    plan = partial(Plan, COSTS, longest=2)
-    error, sizes = written(llama, make(llama), plan, setting, company=PROMPTS[1:2])
-    assert error < ROUNDING
-    assert len(sizes) > 1
 
 
 def test_a_cut_that_looks_at_the_guess_itself_is_caught(llama, monkeypatch):  # noqa: F811

@@ -304,7 +304,7 @@ def enumerated(
         prompts: decoded together.
         length: new tokens.
         width: rows of each prompt in a run: so many outcomes are followed at once.
-        draft_length: γ, or a plan, or a function that makes one anew for each run.
+        draft_length: γ, or a `FixedLength`.
         by_row: verify with the eager reference, a row at a time.
         company: prompts of further rows, which take the first outcome of each decision.
         hidden: what a state has beside its text and its rounds, given the path and the token that ended the last.
@@ -340,10 +340,9 @@ def enumerated(
         longest = max(map(len, texts))
         ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in texts])
         mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
-        plan = draft_length() if callable(draft_length) else draft_length
         with oracle.speaking():
             out = speculative_generate(
-                target, proposer, ids, mask, draft_length=plan, rule=Watched(), seed=0,
+                target, proposer, ids, mask, draft_length=draft_length, rule=Watched(), seed=0,
                 max_new_tokens=length, do_sample=True, **options,
             )  # fmt: skip
         for row, tokens in zip(rows, out.sequences[:, longest:].tolist(), strict=True):

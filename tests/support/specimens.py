@@ -305,3 +305,15 @@ def rotated(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return the first axis in full, and beside each of its values one combination of the others, in turn."""
     first, *others = axes
     return [(value, *rest) for value, rest in zip(first, cycle(product(*others)), strict=False)]
+
+
+def wavering(proposer: Any, draft_lengths: Iterable[int]) -> Any:
+    """Let a proposer draft at most these lengths, in turn, as the last drafter of a hybrid may have to."""
+    propose, turns = proposer.propose, cycle(draft_lengths)
+
+    def of_this_turn(contexts: Any, room: Any) -> Any:
+        most = next(turns)
+        return propose(contexts, [min(k, most) for k in room])
+
+    proposer.propose = of_this_turn
+    return proposer

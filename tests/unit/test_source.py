@@ -1,12 +1,20 @@
-"""The source: plain English without the habit words, comments where code is hard, and rooms that keep to their size."""
+"""The source: plain English without the habit words, comments where code is hard, and a size that only falls."""
 
 import ast
 import io
+import json
+import math
 import re
+import subprocess
 import tokenize
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from draftsmith.scripts import cli
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("decode", "train", "distill", "medusa", "scripts", "benchmarks")
@@ -18,16 +26,13 @@ HABITS = re.compile(
 OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Behind)\b")
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
-BUDGET = {
-    "decode": 14_307,
-    "train": 17_189,
-    "distill": 2_930,
-    "medusa": 11_127,
-    "scripts": 19_627,
-    "benchmarks": 3_048,
-    "tests": 59_979,
+CEILING = ROOT / "tests" / "ceiling.json"
+FORMS = {
+    "measure": [[], ["--server"]],
+    "tune": [[], ["--reports"], ["--drafter", "hybrid:"]],
+    "plan": [["--recipe", name] for name in ("cache", "prepare", *(n for n, r in cli.recipes().items() if r.plan))],
 }
-"""The most lines of each room. A feature that needs more takes them from elsewhere, or its commit says why."""
+"""The arguments that choose among a command's configs."""
 
 
 def files(folder: str) -> list[Path]:
@@ -90,7 +95,54 @@ def test_hard_code_has_comments(folder):
     assert code <= CODE_PER_COMMENT * said, f"{code} lines of code, {said} comments"
 
 
-@pytest.mark.parametrize("room", BUDGET)
-def test_rooms_keep_to_their_lines(room):
-    lines = sum(len(path.read_text("utf-8").splitlines()) for path in files(room))
-    assert lines <= BUDGET[room], f"{room} has {lines} lines"
+def lines(*folders: str) -> int:
+    return sum(len(path.read_text("utf-8").splitlines()) for folder in folders for path in files(folder))
+
+
+def flags() -> int:
+    """Return the number of all commands' own flags: the fields of their configs, `training` as one."""
+    configs = {name: [cli.config_class(name, form) for form in FORMS.get(name, [[]])] for name in cli.summaries()}
+    return sum(len({field.name for config in forms for field in fields(config)}) for forms in configs.values())
+
+
+def rises(versions: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return the names whose number grew, or went, from one version to the next."""
+    return [name for old, new in pairwise(versions) for name in old if new.get(name, math.inf) > old[name]]
+
+
+def test_nothing_exceeds_the_ceiling():
+    counts = {"source": lines(*FOLDERS), "tests": lines("tests"), "flags": flags()}
+    ceiling = json.loads(CEILING.read_text("utf-8"))
+    assert ceiling.keys() == counts.keys()
+    assert not {name: count for name, count in counts.items() if count > ceiling[name]}, f"{counts}, over {ceiling}"
+
+
+def test_the_ceiling_only_falls():
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    try:
+        if git("rev-parse", "--is-shallow-repository").strip() != "false":
+            pytest.skip("the history is cut short")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git")
+    name = CEILING.relative_to(ROOT).as_posix()
+    # Along the first parents, so that branches side by side are in the order of their merges.
+    commits = git("log", "--reverse", "--first-parent", "--diff-filter=AM", "--format=%H", "--", name).split()
+    assert commits or not git("ls-tree", "HEAD", "--", name)
+    versions = [json.loads(git("show", f"{commit}:{name}")) for commit in commits]
+    assert not rises([*versions, json.loads(CEILING.read_text("utf-8"))])
+
+
+@pytest.mark.parametrize(
+    ("versions", "names"),
+    [
+        ([], []),
+        ([{"source": 9, "tests": 5}, {"source": 8, "tests": 5}, {"source": 7, "tests": 4}], []),
+        ([{"source": 9, "tests": 5}, {"source": 8, "tests": 6}], ["tests"]),
+        ([{"source": 9}, {"source": 8}, {"source": 9}], ["source"]),
+        ([{"source": 9, "flags": 3}, {"source": 9}], ["flags"]),
+    ],
+)
+def test_planted_rises_are_seen(versions, names):
+    assert rises(versions) == names

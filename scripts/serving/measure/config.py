@@ -114,8 +114,6 @@ class MeasureServerConfig(GatedSettings, Filters):
     token."""
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
-    aiperf: bool = False
-    """Also write each request as AIPerf does, to `aiperf/…/profile_export.jsonl`."""
     timeout: float = 600.0
     """The most seconds to wait for one whole answer."""
     server_key_env: str | None = None

@@ -40,8 +40,6 @@ class RequestRecord:
     text: str | None
     counts: Counted | None
     """The server's counts of this answer, if it gives them."""
-    begun: Amount = 0.0
-    """The time when it was sent, in seconds since 1970."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -146,5 +144,4 @@ def _record(index: int, answer: ServedCompletion, due: float, door: MeasuredServ
         token_ids=answer.token_ids,
         text=(answer.text or "") if answer.token_ids is None else None,
         counts=answer.counts,
-        begun=time.time() - (time.perf_counter() - answer.sent),
     )

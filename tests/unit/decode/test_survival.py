@@ -13,7 +13,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.proposers.base import DraftTask
-from draftsmith.decode.proposers.survival import Survival
+from draftsmith.decode.proposers.survival import Survival, as_length
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import BlockProposer, MedusaProposer
@@ -27,42 +27,18 @@ def test_a_slot_is_verified_while_the_mean_survival_is_enough(level):
         room = [6, 2, 4, 6]
         reach_BK = rows.cumprod(1).where(torch.arange(6) < torch.tensor(room)[:, None], 0.0)
         kept = (reach_BK.mean(0) >= level).double().cumprod(0).sum()
-        assert Survival([level], learns=False).cut(rows, room) == [min(k, int(kept)) for k in room]
+        assert Survival(level).cut(rows, room) == [min(k, int(kept)) for k in room]
 
 
 def test_what_is_not_a_number_cuts_nothing():
-    assert Survival([0.7]).cut(torch.tensor([[0.99, torch.nan, 0.1]]), [3]) == [3]
+    assert Survival(0.7).cut(torch.tensor([[0.99, torch.nan, 0.1]]), [3]) == [3]
 
 
-def test_acceptance_is_learned_where_it_is_known():
-    """Of a confidence of 0.55 30 of 90 were accepted; what comes after a rejected token says nothing.
-
-    Each bin begins with 3 of 4, and its neighbours count half.
-    """
-    survival = Survival([0.4])
-    assert survival.cut(torch.tensor([[0.55, 0.9]]), [2]) == [2]
-    for accepted in [1, 0, 0] * 30:
-        survival.observe(torch.tensor([0.55, 0.05, 0.95]), accepted, drafted=3)
-    assert survival.cut(torch.tensor([[0.55, 0.9]]), [2]) == [0]
-    assert survival._acceptance(0.55) == (33 + (3 + 3) / 2) / (94 + (4 + 4) / 2)
-    assert survival._acceptance(0.95) == 0.75 and survival._acceptance(0.05) == (3 + 3) / (34 + 4)
-
-
-def test_a_slot_that_few_reach_is_not_drafted():
-    """Half and a tenth of two rows survive the first slot, and the second slot's tokens are as good as all."""
-    survival = Survival([0.2, 0.25, 0.2])
-    survival._accepted[6:9], survival._tried[6:9] = [50.0] * 3, [100.0] * 3
-    survival._accepted[1:4], survival._tried[1:4] = [10.0] * 3, [100.0] * 3
-    expected = sum(survival._accepted) / sum(survival._tried) * 0.3
-    for level, pays in ((expected - 0.01, True), (expected + 0.01, False)):
-        survival.levels, survival.undrafted = [0.2, 0.0], [0.2, level]
-        survival.begin([3, 3])
-        assert survival.expects(0) and survival.keeps(0, [0.55, 0.05])
-        assert survival.expects(1) is pays
-    # What is replayed has no earlier rounds.
-    fixed = Survival([0.9], learns=False)
-    fixed.begin([3])
-    assert not fixed.keeps(0, [0.5]) and fixed.expects(1)
+def test_a_length_that_is_not_given_is_the_proposers_own():
+    assert [as_length(None, longest).longest for longest in (None, 3, 6)] == [4, 3, 6]
+    assert as_length(FixedLength(2, 0.5), 3) == FixedLength(2, 0.5) and as_length(2, 3) == FixedLength(2)
+    with pytest.raises(InputError, match=r"^draft_length: expected at most the 3 tokens .*, found 4$"):
+        as_length(4, 3)
 
 
 MORE = {
@@ -92,15 +68,22 @@ def test_replay_counts_the_rounds_of_the_decoder(target, case, monkeypatch):
             replayed(0.5)
         return
 
-    rounds = []
-    monkeypatch.setattr(
-        FixedLength, "observe", lambda plan, accepted, draft, drafted: rounds.append((accepted, draft.confidence))
-    )
+    accepted_of, sure, propose = [], [], drafter.propose
+
+    def noted(*arguments):
+        drafts = propose(*arguments)
+        sure.append(drafts[0].confidence)
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", noted)
     for prompt, known_NK in zip(prompts, confidences, strict=True):
-        rounds.clear()
-        speculative_generate(target, drafter, prompt[None], draft_length=FixedLength(3, 1e-9), **options)
+        accepted_of.clear(), sure.clear()
+        speculative_generate(
+            target, drafter, prompt[None], draft_length=FixedLength(3, 1e-9), **options,
+            observer=lambda round: accepted_of.append(round.accepted),
+        )  # fmt: skip
         start = 0
-        for accepted, confidence in rounds:
+        for accepted, confidence in zip(accepted_of, sure, strict=True):
             if confidence is not None and len(confidence):  # up to the first token that the text does not have
                 same = min(accepted + 1, len(confidence), 24 - start)
                 assert torch.allclose(known_NK[start, :same], confidence[:same].float(), atol=1e-5)

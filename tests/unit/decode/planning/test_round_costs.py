@@ -1,9 +1,9 @@
-"""The seconds of a round, and the length that they make the best, by hand."""
+"""The seconds of a round, and the speed-up that they make, by hand."""
 
 import pytest
 
 from draftsmith.decode import InputError
-from draftsmith.decode.planning.costs import RoundCosts, acceptance_length, best_draft_length, verification_costs
+from draftsmith.decode.planning.costs import RoundCosts, acceptance_length, verification_costs
 
 
 def test_verification_is_interpolated_and_extrapolated():
@@ -54,23 +54,6 @@ def test_the_break_even_acceptance_is_as_fast_as_plain_decoding():
     # A draft token that takes as long as the target's own never pays, one that takes next to nothing always does.
     assert RoundCosts({1: 1.0, 9: 1.0}, draft_step=1.0, overhead=0.1).break_even_acceptance(4) is None
     assert RoundCosts({1: 1.0}, draft_step=0.01, plain_overhead=0.2).break_even_acceptance(4) < 1e-9
-
-
-@pytest.mark.parametrize(("alpha", "step", "best"), [(0.0, 0.01, 0), (1.0, 0.01, 8), (0.5, 2.0, 0), (0.6, 0.2, 2)])
-def test_the_best_length(alpha, step, best):
-    costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=step)
-    assert best_draft_length(costs, [alpha**k for k in range(1, 9)]) == best
-    speedups = [costs.speedup(acceptance_length([alpha] * k), k) for k in range(9)]
-    assert speedups[best] == max(speedups)
-
-
-def test_a_slot_is_priced_with_those_that_may_follow_it():
-    """A second token takes 1 s, a third and a fourth 0.2 s: half of the first slot's tokens go on to the next."""
-    costs = RoundCosts({1: 1.0, 2: 2.0, 3: 2.2, 4: 2.4}, draft_step=0.0)
-    assert costs.slot_prices(3, 0.5) == pytest.approx([1.4 / 1.75, 0.2, 0.2])
-    # Each slot has its draft to pay for, but not the one that is drafted.
-    assert costs.slot_prices(3, 0.5, 0.1) == pytest.approx([1.3 / 1.5, 0.2, 0.2])
-    assert costs.slot_prices(3, 0.5, 0.1, drafted=False) == pytest.approx([1.4 / 1.5, 0.3, 0.3])
 
 
 def test_costs_are_measured(target):

@@ -17,12 +17,9 @@ from draftsmith.decode import (
     PromptLookupProposer,
     Proposer,
     Tree,
-    clock,
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.planning import plan as plans
-from draftsmith.decode.planning.plan import Plan
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
@@ -62,15 +59,6 @@ def test_reads_of_a_round_do_not_grow_with_rows(monkeypatch, name):
     first, later = expected
     assert counts[0] == first and len(counts) > 3
     assert max(counts[1:]) <= later, waits.seen
-
-
-def test_a_plan_does_not_wait_for_the_device(monkeypatch):
-    """A round has ended when the host knows its tokens, so the time between drafts is that of rounds."""
-    target, plan = tiny_llama(0), Plan()
-    monkeypatch.setattr(plans, "verification_costs", lambda *args, **options: {1: 1.0, 9: 1.1})
-    monkeypatch.setattr(clock, "now", lambda device: pytest.fail("the clock waits"))
-    speculative_generate(target, PromptLookupProposer(), PROMPTS, draft_length=plan, max_new_tokens=12, do_sample=False)
-    assert plan._rests
 
 
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])

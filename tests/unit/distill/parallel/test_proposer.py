@@ -3,10 +3,10 @@
 import pytest
 import torch
 from conftest import tiny_llama
+from specimens import wavering
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from draftsmith.decode import InputError, ParallelDraftProposer, Plan, Tree, replay_acceptance, speculative_generate
-from draftsmith.decode.planning.costs import RoundCosts
+from draftsmith.decode import InputError, ParallelDraftProposer, Tree, replay_acceptance, speculative_generate
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.parallel.layout import tree_of
@@ -113,32 +113,16 @@ def test_drafts_are_those_of_a_plain_forward(small, name, tree, do_sample):
 
 
 def test_rounds_without_a_draft_leave_the_cache_right(small):
-    class Sometimes(Plan):
-        turn = 0
-
-        def draft_length(self, rows=1):
-            self.turn += 1
-            return (3, 0, 0, 5, 0, 1, 6)[self.turn % 7]
-
     ids, mask = batch([1, 6])
-    proposer = Watched(llama_draft())
-    speculative_generate(
-        small,
-        proposer,
-        ids,
-        mask,
-        draft_length=Sometimes(RoundCosts({1: 1.0}, 0.0)),
-        max_new_tokens=40,
-        do_sample=False,
-    )
+    proposer = wavering(Watched(llama_draft()), [0, 0, 5, 0, 1, 6, 3])
+    speculative_generate(small, proposer, ids, mask, draft_length=6, max_new_tokens=40, do_sample=False)
     assert proposer.seen > 8
 
 
-def test_a_plan_goes_no_further_than_the_draft(small):
-    ids, mask = batch([3])
+def test_a_draft_drafts_its_own_length_if_none_is_given(small):
     proposer = Watched(llama_draft())
-    out = speculative_generate(small, proposer, ids, mask, draft_length=Plan(longest=12), max_new_tokens=30)
-    assert len(out.counts.num_draft_tokens_per_pos) <= LONGEST
+    out = speculative_generate(small, proposer, *batch([3]), draft_length=None, max_new_tokens=30)
+    assert len(out.counts.num_draft_tokens_per_pos) == LONGEST
 
 
 def test_chains_at_once_are_those_drafted_in_turn(small):
