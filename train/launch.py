@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -57,10 +57,7 @@ from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
-MORE = (
-    "a larger training.max_steps or training.num_train_epochs continues from there, and resume false starts again; "
-    "other changes to the config train nothing"
-)
+MORE = "a larger training.max_steps or training.num_train_epochs continues from there, and resume false starts again"
 
 
 @phase("reading completions")
@@ -237,7 +234,9 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
             early = f"it ended early, at step {steps} of {planned}"
             done = f"all {steps} steps are done" if steps >= planned else early
             done = f"training: {done}, and what was trained is in {output}"
-            print(f"{done}{'' if kept is None else f': {kept}'}; {MORE}", file=sys.stderr)
+            names = ", ".join(_changed(as_json(config), recorded_config(output)))
+            changed = names and f"other settings than that run's change nothing: {names}; "
+            print(f"{done}{'' if kept is None else f': {kept}'}; {changed}{MORE}", file=sys.stderr)
         return
 
     def note() -> str | None:
@@ -283,6 +282,15 @@ def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | 
 
     (state, *_) = gather_object([found()])
     return state
+
+
+def _changed(now: Any, then: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the settings that differ between two configs as JSON."""
+    if isinstance(now, dict) and isinstance(then, dict):
+        for name, value in now.items():
+            yield from _changed(value, then.get(name, value), f"{prefix}.{name}" if prefix else name)
+    elif now != then:
+        yield prefix
 
 
 def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[str] | None, prog: str) -> None:

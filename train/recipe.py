@@ -1,8 +1,11 @@
 """Settings that all training runs share."""
 
+import hashlib
+import json
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +20,7 @@ from draftsmith.decode.errors import (
     require,
     require_some,
 )
+from draftsmith.train.files import identity
 from draftsmith.train.job.arguments import require_possible, require_scheduler
 from draftsmith.train.job.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions, TeacherOptions, seconds_of
@@ -24,6 +28,9 @@ from draftsmith.train.options import SAVE_DTYPES, TargetOptions, TeacherOptions,
 DUPLICATES = ("texts", "prompts")
 """Values of `dedup`; the later one includes the earlier."""
 OPTIMIZERS = ("auto", "trainer", "muon")
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
+LASTING = ("temperature", "top_k", "top_p", "prompt_loss", "optimizer", *(f"training.{name}" for name in OF_OPTIMIZER))
+"""The settings of all kinds that a run keeps when it is resumed; the last ones are in its optimizer's state."""
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -37,6 +44,12 @@ def _training_arguments() -> TrainingArguments:
     import transformers
 
     return transformers.TrainingArguments(**TRAINING)
+
+
+def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for f in fields(config):
+        name, value = f"{prefix}{f.name}", getattr(config, f.name)
+        yield from _flat(value, f"{name}.") if is_dataclass(value) else [(name, value)]
 
 
 @dataclass
@@ -202,6 +215,20 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     def trains_target(self) -> bool:
         """Whether the target is trained too."""
         return False
+
+    @property
+    def lasting(self) -> dict[str, Any]:
+        """The settings that a run keeps for life: its kind's, its loss, and those that its optimizer's state holds.
+
+        An initial drafter is known by its config, as its files may move.
+        """
+        free = {f.name for f in fields(RecipeConfig)}
+        settings = {name: v for name, v in _flat(self) if name in LASTING or name.partition(".")[0] not in free}
+        for name in ("draft", "heads"):
+            if model := settings.get(name):
+                config = json.dumps(identity(model, weights=False), sort_keys=True)
+                settings[name] = f"config {hashlib.sha256(config.encode()).hexdigest()[:12]}"
+        return settings
 
     @property
     def stored_as(self) -> str:

@@ -162,7 +162,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     def job(self) -> JobRecord:
         """The properties that a run must share with this one to resume from its checkpoints."""
         fingerprint = self.data.fingerprint(self.recipe.source_weights)
-        return JobRecord.of(self.args, self.accelerator, len(self.data), fingerprint)
+        return JobRecord.of(self.args, self.accelerator, len(self.data), fingerprint, self.recipe.lasting)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check precision and sharding, with messages that name our fields."""

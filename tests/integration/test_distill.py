@@ -435,8 +435,12 @@ def test_a_cut_that_leaves_no_completion_counts_as_no_loss(pipeline, monkeypatch
     assert 0 < len(cut) < 10 and said
     assert all(len(row["input_ids"]) <= prompts[5] for row in cut)
     assert all(any(label != -100 for label in row["labels"]) for row in cut)
-    with pytest.raises(InputError, match="empty loss mask in all 10 samples of "):
-        training_examples([str(pipeline / "long")], max_length=prompts[0])
+    for options, limit in (
+        ({"max_length": prompts[0]}, f"max_length {prompts[0]} cuts"),
+        ({"positions": 1}, "the 1 positions of .*"),
+    ):
+        with pytest.raises(InputError, match=f"expected tokens to train on, found that {limit} away those of all 10 s"):
+            training_examples([str(pipeline / "long")], **options)
 
 
 fails = functools.partial(error_line, command.main)

@@ -135,7 +135,9 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
         (Served("", "stop", None, [5, 1], None, 2), Completion([5, 1], "stop")),  # the end is listed
         (Served("", "stop", 2, [5], None, 1), Completion([5, 2], "stop")),  # it is not, but the server says which
         (Served("", "stop", None, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or does not
-        (Served("", "stop", 3, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or a stranger
+        (Served("", "stop", 3, [5], None, 2), Completion([5, 3], "length")),  # or a stop of its own
+        (Served("", "stop", 3, [5, 3], None, 2), Completion([5, 3], "length")),
+        (Served("", "stop", "\n", [5], None, 1), Completion([5], "length")),
         (Served("", "stop", None, [], None, 0), Completion([1], "stop", uncertain=True)),
         (Served("", "stop", None, [5, 0], None, 2), Completion([5, 0], "stop")),  # servers know the tokenizer's end too
         (Served("", "length", None, [5, 6], None, 2), Completion([5, 6], "length")),

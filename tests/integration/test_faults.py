@@ -196,7 +196,7 @@ CURVE = {"schema": "s", "settings": {}, "points": [{"share": 1, "tokens_learned"
 COST_FILE = {"schema": "draftsmith.costs/1", "environment": {}, "compiled": False, "target": "t", "drafters": {"draft":
     {"kind": "draft"}}, "tables": [TABLE]}  # fmt: skip
 JOB = {"samples": 9, "data": "d", "seed": 0, "sampling": "random", "processes": 1, "batch": 2, "accumulation": 1,
-    "strategy": "DDP"}  # fmt: skip
+    "strategy": "DDP", "settings": {"alpha": 0.1, "layers": [1, 2], "draft": None}}  # fmt: skip
 PROMPTS = [
     {"id": "a", "prompt": "x", "category": "c"},
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},

@@ -5,19 +5,32 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pipelines import configured, eagle_configured, furthest, heads_configured, history, weights
+from pipelines import (
+    block_configured,
+    configured,
+    eagle_configured,
+    furthest,
+    heads_configured,
+    history,
+    mtp_configured,
+    weights,
+)
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as medusa
+from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train.trainer import RecipeTrainer
 
 RECIPES = {
     "distill": (distill.distill, configured),
     "medusa": (medusa.train_heads, heads_configured),
     "eagle": (eagle.train_heads, eagle_configured),
+    "block": (block.train_block, block_configured),
+    "mtp": (mtp.train_heads, mtp_configured),
 }
 KEPT = {"save_strategy": "steps", "save_steps": 3}
 RUNS = {  # of 5 steps an epoch
@@ -159,5 +172,42 @@ def test_a_checkpoint_of_another_draft_is_refused(pipeline, checkpoint, tmp_path
     output = shutil.copytree(checkpoint, tmp_path / "out")
     deeper, narrower = {"draft": str(pipeline / "target")}, {"draft": None, "init": DraftInit([0], hidden_size=16)}
     for draft in (deeper, narrower):
-        with pytest.raises(InputError, match="checkpoint-2: expected a checkpoint of this run, found: "):
+        with pytest.raises(InputError, match=r"^draft: expected config \w+ as in checkpoint-2, found (config|None)"):
             distill.distill(configured(pipeline, output, training=KEPT | {"max_steps": 4}, **draft))
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "then", "named"),
+    [
+        ("eagle", {"layer_ids": [1]}, {"layer_ids": [2]}, r"layer_ids: expected \[1\] .*, found \[2\]"),
+        ("eagle", {"training": {"learning_rate": 1e-3}}, {}, r"training.learning_rate: expected 0.001 .*, found 0.003"),
+        ("block", {}, {"block_size": 5}, "block_size: expected 3 .*, found 5"),
+        ("mtp", {"num_steps": 2}, {"num_steps": 3}, "num_steps: expected 2 .*, found 3"),
+        ("medusa", {}, {"hydra": True}, "hydra: expected False .*, found True"),
+        ("distill", {"init": DraftInit(draft_vocabulary=40)}, {}, "init.draft_vocabulary: expected 40 .*, found None"),
+        ("distill", {"parallel": 3}, {"parallel": 4}, "parallel: expected 3 .*, found 4"),
+        ("distill", {}, {"divergence": {"tvd": 1.0}}, "divergence: expected forward_kl .*, found {'tvd': 1.0}"),
+    ],
+)
+def test_a_run_keeps_its_shape_and_its_loss(kind, first, then, named, pipeline, tmp_path, steps):
+    train, config = RECIPES[kind]
+
+    def run(count: int, training: dict | None = None, **options) -> None:
+        training = KEPT | {"max_steps": count, "save_steps": 1} | (training or {})
+        train(config(pipeline, tmp_path / "out", training=training, **options))
+
+    run(1, **first)
+    for count in (1, 2):  # over a finished run, and to continue it
+        with pytest.raises(InputError, match=f"^{named}; give that, or resume false"):
+            run(count, **then)
+    assert len(steps) == 1
+
+
+def test_what_learning_does_not_depend_on_may_change_and_a_finished_run_names_it(pipeline, tmp_path, steps, capsys):
+    draft = shutil.copytree(pipeline / "draft", tmp_path / "moved")
+    other = {"draft": str(draft), "save_dtype": "bfloat16", "loss_chunk": 4096}
+    for count, options in ((1, {}), (2, other), (2, {})):
+        training = KEPT | {"max_steps": count, "save_steps": 1, "logging_steps": count}
+        distill.distill(configured(pipeline, tmp_path / "out", training=training, **options))
+    assert len(steps) == 2
+    assert "run's change nothing: loss_chunk, save_dtype, draft; a larger" in capsys.readouterr().err

@@ -106,6 +106,18 @@ def test_given_answers_become_samples_with_the_mask_of_their_turns(config, monke
     assert summary.tokens == summary.tokens_written == sum(sum(row["loss_mask"]) for row in rows.values())
 
 
+def test_an_answer_that_a_token_of_the_request_ended_is_left_out(config, tmp_path):
+    path, end = tmp_path / "log.jsonl", load_tokenizer(config().target).eos_token_id
+    choice = {"message": {"role": "assistant", "content": "b"}, "finish_reason": "stop"}
+    asked = {"messages": conversation("a"), "stop_token_ids": [42]}
+    said = {"by the target": {"matched_stop": end}, "by a stop": {"stop_reason": 42}, "without a word": {}}
+    lines = [{"id": name, "request": asked, "response": {"choices": [choice | stop]}} for name, stop in said.items()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cfg = config(prompts=str(path))
+    assert prepare(cfg).unfinished == ["by a stop", "without a word"]
+    assert [row["id"] for row in load_completions(cfg.output)] == ["by the target"]
+
+
 def test_conversations_longer_than_the_positions_are_left_out_and_named(config, capsys):
     assert prepare(config()).left_out == ["long"]
     again = prepare(config())

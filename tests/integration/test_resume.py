@@ -25,7 +25,15 @@ STEPS = 8  # of 4 samples out of 20: the second epoch begins at step 6
 CHECKPOINT = 6
 
 JOB = JobRecord(
-    samples=20, data="abc", seed=42, sampling="random", processes=8, batch=4, accumulation=2, strategy="DDP"
+    samples=20,
+    data="abc",
+    seed=42,
+    sampling="random",
+    processes=8,
+    batch=4,
+    accumulation=2,
+    strategy="DDP",
+    settings={},
 )
 
 

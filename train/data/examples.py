@@ -133,7 +133,7 @@ def training_examples(
             f"{largest[first]} with a vocabulary of {vocab_size}"
         )
     for number, path in enumerate(paths):
-        _check_directory(texts, path, np.flatnonzero(sources == number), kept_tokens, field)
+        _check_directory(texts, path, np.flatnonzero(sources == number), kept_tokens, field, limit)
     if max_length is not None and (cut := kept_tokens < all_tokens).any():
         lost, total = int((all_tokens - kept_tokens).sum()), int(all_tokens.sum())
         _warn(
@@ -146,15 +146,22 @@ def training_examples(
     return TrainingData(texts, members, max_length)
 
 
-def _check_directory(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.ndarray, field: str) -> None:
-    """Require unique samples in a directory, some of them with tokens to learn from; warn of those without any."""
+def _check_directory(
+    texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.ndarray, field: str, limit: str
+) -> None:
+    """Require unique samples in a directory, some of them with tokens to learn from; warn of those without any.
+
+    `limit` says in words what cuts samples.
+    """
     start = int(samples[0]) if len(samples) else 0
     check_samples(path, texts.table["id"].slice(start, len(samples)))
     empty = samples[loss_tokens[samples] == 0]
     if len(empty) == len(samples):
+        cut = texts.loss_tokens()[samples].any()
+        found = f"that {limit} away those of all" if cut else "an empty loss mask in all"
         raise InputError(
-            f"{field}: expected tokens to train on, found an empty loss mask in all {len(empty)} samples of "
-            f"{path}: {_listed(texts, empty)}"
+            f"{field}: expected tokens to train on, found {found} {len(empty)} samples of {path}: "
+            f"{_listed(texts, empty)}"
         )
     if len(empty):
         _warn(

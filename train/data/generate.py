@@ -250,8 +250,10 @@ def _given(
     samples, reasons, each = list[Sample](), set[str](), config.turns == "all"
     invalid, template = config.invalid_prompts, config.template | {"whole": not each}
     read = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required", invalid=invalid)
-    summary.unfinished += [conversation.id for conversation in read if conversation.cut]
-    whole = [conversation for conversation in read if not conversation.cut]
+    stops = {None, tokenizer.eos_token_id, *ends}  # a server may end answers with tokens of the request
+    unfinished = {conversation.id: None for conversation in read if conversation.cut or conversation.stop not in stops}
+    summary.unfinished += unfinished
+    whole = [conversation for conversation in read if conversation.id not in unfinished]
     closing = ClosingTokens.of(tokenizer)
 
     def masked(conversation: Prompt) -> list[MaskedConversation]:

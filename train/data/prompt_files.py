@@ -33,7 +33,7 @@ from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.decode.validation import TokenId, parse_json, validate
 from draftsmith.train.data.chat.messages import ASKING, MEDIA, Message, kind, read_messages, read_tools, text
 from draftsmith.train.data.prompts import SERVED, Prompt, usable
-from draftsmith.train.endpoint.request_logs import INTERRUPTED, conversation, has_answer, is_logged
+from draftsmith.train.endpoint.request_logs import ENDED, conversation, has_answer, is_logged
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # the fields that may answer a `prompt`
@@ -105,7 +105,8 @@ def read_prompts(
             turns = [text(turn, f"{where}: turns[{n}]") for n, turn in enumerate(record["turns"][1:], 1)]
             prompt = replace(prompt, later=tuple(turns))
         served = _served(record, where) if prompt.has_answer else None
-        return replace(prompt, cut=record.get("finish_reason") in INTERRUPTED, where=where, served=served)
+        cut, stop = (record.get("finish_reason") or ENDED[0]) not in ENDED, record.get("stop_reason")
+        return replace(prompt, cut=cut, stop=stop if type(stop) is int else None, where=where, served=served)
 
     rows = list(islice(read_records(source, split), limit))
     if not rows:

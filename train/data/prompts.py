@@ -46,7 +46,8 @@ class Prompt:
     messages: list[Message] | None
     category: str | None
     answer: str | None = None  # how plain text continues, if that was read
-    cut: bool = False  # whether its answer was cut at a length
+    cut: bool = False  # whether nothing says that the target ended its answer
+    stop: int | None = None  # the token that ended its answer, if the server named it
     later: tuple[str, ...] = ()  # the user's later turns, if they were asked for
     where: str | None = field(default=None, compare=False)  # its place, such as `prompts.jsonl:7`, if it was read
     tools: list[dict[str, Any]] | None = None
@@ -81,6 +82,7 @@ class Prompt:
         content |= {"chat_template_kwargs": dict(self.variables)} if self.variables else {}
         content |= {} if self.category is None else {"category": self.category}
         content |= {} if self.served is None else dict(zip(SERVED, self.served, strict=True))
+        content |= {} if self.stop is None else {"stop_reason": self.stop}
         return content | ({"finish_reason": CUT} if self.cut else {})
 
     def request(self, system_prompt: str | None, variables: Mapping[str, Any]) -> dict[str, Any]:

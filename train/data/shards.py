@@ -264,7 +264,8 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
             raise InputError(f"{name}: expected {old!r}, found {new!r}{way_out}")
     for name in sorted(name for name, value in manifest.items() if isinstance(value, dict) and "path" in value):
         previous = before[name] if isinstance(before.get(name), dict) else {}
-        for part in sorted((manifest[name].keys() | previous.keys()) - {"path"}):
+        unknown = {"path"} | {"tensor_digest"} - previous.keys()  # which earlier versions did not write
+        for part in sorted((manifest[name].keys() | previous.keys()) - unknown):
             old, new = previous.get(part), manifest[name].get(part)
             if old != new:
                 raise InputError(

@@ -44,8 +44,8 @@ class ServedCompletion:
 
     text: str | None = None
     finish_reason: str | None = None
-    stop_id: int | None = None
-    """The token that ended it; None also if a text did."""
+    stop: int | str | None = None
+    """The token, or the server's own text, that ended it."""
     token_ids: list[int] | None = None
     prompt_ids: list[int] | None = None
     completion_tokens: int | None = None
@@ -73,7 +73,7 @@ class ServedCompletion:
                 self.arrivals.append((now, len(ids or [])))
             self.finish_reason = choice.finish_reason or self.finish_reason
             stop = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
-            self.stop_id = self.stop_id if stop is None else _id(stop)
+            self.stop = self.stop if stop is None else _stop(stop)
         if part.usage is not None:
             usage = part.usage
             self.prompt_tokens = self.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
@@ -104,7 +104,7 @@ class ServedCompletion:
         self.prompt_ids = part.prompt_token_ids or self.prompt_ids
         self.prompt_tokens, self.completion_tokens = meta.prompt_tokens, meta.completion_tokens
         if meta.finish_reason is not None:
-            self.finish_reason, self.stop_id = meta.finish_reason.type, _id(meta.finish_reason.matched)
+            self.finish_reason, self.stop = meta.finish_reason.type, _stop(meta.finish_reason.matched)
         self.counts = meta.counts()
 
 
@@ -252,6 +252,6 @@ def request_seed(*parts: int | str) -> int:
     return mixed_seed(*parts) >> 32
 
 
-def _id(value: Any) -> int | None:
-    """Return a token's id, or None for a text that ended the completion."""
-    return value if type(value) is int else None
+def _stop(value: Any) -> int | str | None:
+    """Return the id of the token, or the text, that ended a completion; None for anything else."""
+    return value if type(value) in (int, str) else None

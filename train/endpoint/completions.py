@@ -159,11 +159,14 @@ def to_completion(answer: ServedCompletion, prompt_ids: list[int], vocabulary: V
     first = next((i for i, token in enumerate(ids) if token in ends), None)
     if first is not None:
         ids, reason = ids[: first + 1], "stop"
+    elif answer.stop not in (None, tokenizer.eos_token_id, *ends):
+        reason = "length"  # a stop of the server's own is no end, and if it is a token the target wrote it
+        ids = [*ids, answer.stop] if isinstance(answer.stop, int) and ids[-1:] != [answer.stop] else ids
     elif reason == "stop" and ends and ids[-1:] != [tokenizer.eos_token_id]:
         # A server that names no token means the tokenizer's: vLLM names only other ones.
         usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
-        ids = [*ids, answer.stop_id if answer.stop_id in ends else usual]
-        uncertain |= answer.stop_id not in ends and len(ends) > 1
+        ids = [*ids, answer.stop if isinstance(answer.stop, int) and answer.stop in ends else usual]
+        uncertain |= answer.stop not in ends and len(ends) > 1
     if answer.token_ids is None and count is not None:
         uncertain |= len(ids) != count
     if not ids:

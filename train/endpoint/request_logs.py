@@ -18,8 +18,8 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 
 CUT = "length"  # the finish reason of an answer that was cut, at a length or at a stop text of the request
-INTERRUPTED = (CUT, "abort", "error", "repetition", "content_filter")
-"""The finish reasons of vLLM, SGLang and OpenAI for answers that the target did not end."""
+ENDED = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn")
+"""The finish reasons of answers that the target ended. Any other, or none, proves no end."""
 STOPPED_BY = ("stop_reason", "matched_stop")  # the stop text or token of an answer, in vLLM and in SGLang
 SHAPING = ("tools", "chat_template_kwargs", "system", "functions", "chat_template", "continue_final_message")
 """Fields of a request that change how a server renders its messages."""
@@ -67,11 +67,12 @@ def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[
     else:
         raise InputError(f"{at}messages: expected the request as messages or a prompt in text, found none")
     if answered:
-        _add_answer(result, record, where)
+        _add_answer(result, record, where, stops=bool(request.get("stop") or request.get("stop_token_ids")))
     return result
 
 
-def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str) -> None:
+def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str, stops: bool) -> None:
+    """Add the answer; where the request `stops` texts by its own means, the server must say that it did not."""
     response: Any = record if "choices" in record else record.get("response")
     at = f"{where}: " if "choices" in record else f"{where}: response."
     if isinstance(response, dict) and isinstance(response.get("body"), dict):
@@ -80,8 +81,10 @@ def _add_answer(result: dict[str, Any], record: Mapping[str, Any], where: str) -
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise InputError(f"{at}choices: expected an answer, found none")
     choice = choices[0]
-    stopped = any(isinstance(choice.get(name), str) for name in STOPPED_BY)
-    result["finish_reason"] = CUT if stopped else choice.get("finish_reason")
+    found = [choice[name] for name in STOPPED_BY if name in choice]
+    stopped = any(isinstance(stop, str) for stop in found) or (stops and not found)
+    result["finish_reason"] = CUT if stopped else choice.get("finish_reason") or CUT
+    result["stop_reason"] = next((stop for stop in found if stop is not None), None)
     result |= _token_ids(response, choice)
     if "messages" not in result:
         if not isinstance(choice.get("text"), str):

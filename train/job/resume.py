@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import file_bytes, parse
-from draftsmith.train.provenance import write_json
+from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import checkpoints
 
 RECORD = "job.json"
@@ -22,7 +22,7 @@ AGAIN = "give that, or resume false and another training.output_dir"
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The settings that a run must share with the one it resumes: data, their order, samples per step, and sharding."""
+    """Facts that a run must share with the one it resumes: data, their order, step size, sharding, and settings."""
 
     samples: int  # rows of training data
     data: str  # a digest of these rows in their order, and of how often an epoch takes each
@@ -32,9 +32,12 @@ class JobRecord:
     batch: int  # samples per process and forward
     accumulation: int  # forwards per step
     strategy: str  # the sharding of the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …
+    settings: dict[str, Any]  # the drafter's shape, its loss, and what the optimizer's state holds
 
     @classmethod
-    def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str) -> "JobRecord":
+    def of(
+        cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str, settings: dict[str, Any]
+    ) -> "JobRecord":
         """Return this job's record."""
         zero = getattr(accelerator.state, "deepspeed_plugin", None)
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
@@ -47,6 +50,7 @@ class JobRecord:
             batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             strategy=f"ZeRO-{zero.zero_stage}" if zero else "FSDP" if fsdp else "DDP",
+            settings=as_json(settings),
         )
 
     def write(self, checkpoint: Path) -> None:
@@ -84,6 +88,8 @@ class JobRecord:
             ("training.seed", self.seed, record.seed),
             ("training.train_sampling_strategy", self.sampling, record.sampling),
             ("strategy", self.strategy, record.strategy),
+            # A setting that only one of the two has belongs to another version.
+            *((field, own, record.settings.get(field, own)) for field, own in self.settings.items()),
         ):
             if own != expected:
                 raise InputError(f"{field}: expected {expected} as in {name}, found {own}; {AGAIN}")

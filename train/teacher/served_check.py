@@ -35,9 +35,9 @@ AT_HAND = 8e9
 """The most bytes of weights that a training run reads only to compare states; `doctor` reads any."""
 LENGTHS = (24, 64, 40, 56)
 """The tokens of the texts to compare, asked for at once: other lengths, so that no two states can be mistaken."""
-NATS = {torch.float32: 0.005, torch.bfloat16: 0.05, torch.float16: 0.02}
+NATS = {torch.float64: 0.005, torch.float32: 0.005, torch.bfloat16: 0.05, torch.float16: 0.02}
 """The most by which the median token's log probability may differ from the server's."""
-SHARES = {torch.float32: 0.01, torch.bfloat16: 0.08, torch.float16: 0.03}
+SHARES = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.08, torch.float16: 0.03}
 """The most by which a layer's states may differ from the library's, as a share of their norm."""
 QUANTIZED = 4.0
 """How much more they may differ for a quantised target, whose products servers and library round differently."""
@@ -83,9 +83,10 @@ def compare_states(
     trust_remote_code: bool = False,
 ) -> None:
     """Compare servers' states of the first tokens of some texts with the target's, and print how far they agree."""
-    library = library_at_hand(target, str(ends.dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
     rows = [ids[:length] for ids, length in zip(texts, LENGTHS, strict=False) if len(ids) > 1]
     with phase("comparing the servers' states"), ServedTarget(urls, key_env=key_env) as teacher:
+        assert teacher.served is not None
+        library = library_at_hand(target, teacher.served.dtype, trust_remote_code=trust_remote_code)
         for found in check_states(teacher, ends, rows, library):
             print(f"teacher: {found}", file=sys.stderr)
 
@@ -132,6 +133,7 @@ def check_states(
 ) -> list[Agreement]:
     """Compare each server's states of some texts with the target's head and, if given, the library's own states.
 
+    The library computes in the server's dtype, whose rounding is what its states may differ by.
     Raise InputError for a server whose states are others; it says which, if they are those of another layer.
     """
     served, found = teacher.served, list[Agreement]()
@@ -140,7 +142,7 @@ def check_states(
     for url in teacher.urls:
         answers = teacher.ask(texts, url)
         nats = _nats_of(ends, last_norm(ends), texts, answers)
-        most = NATS[DTYPES[served.dtype]] * slack
+        most = max(NATS[DTYPES[served.dtype]], NATS[ends.dtype]) * slack  # training may have rounded the head
         if 2 * _nats_of(ends, None, texts, answers) < nats:
             what = f"the last layer's states of {served.model} from {url}, before the last norm"
             raise InputError(f"teacher: expected {what}, found those after it")

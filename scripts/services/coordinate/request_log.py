@@ -22,6 +22,7 @@ REQUEST_FIELDS = (
     "model", "messages", "prompt", "tools", "tool_choice", "functions", "documents", "reasoning_effort",
     "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "response_format",
     "echo", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "stop_token_ids",
 )  # fmt: skip
 """Request fields to write: the sources of the text and its sampling, not the sender."""
 TEXTS = (
@@ -155,7 +156,7 @@ def record(
         if redactor is None and choice.get("token_ids") is not None:
             entry["token_ids"] = choice["token_ids"]
         for name in STOPPED_BY:
-            if choice.get(name) is not None:
+            if name in choice:  # null says that no stop of the request ended it
                 entry[name] = _redacted(choice[name], redact)
         choices.append(entry)
     response = {"choices": choices, "usage": answer.get("usage")}
@@ -231,7 +232,9 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
             _add_call(message.setdefault("tool_calls", []), call)
     else:
         whole["text"] = whole.get("text", "") + (part.get("text") or "")
-    whole |= {name: part[name] for name in ("finish_reason", *STOPPED_BY) if part.get(name) is not None}
+    for name in ("finish_reason", *STOPPED_BY):
+        if name in part and whole.get(name) is None:
+            whole[name] = part[name]
     if part.get("token_ids") is not None:
         whole.setdefault("token_ids", []).extend(part["token_ids"])
     if part.get("prompt_token_ids") is not None:

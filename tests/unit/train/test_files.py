@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,3 +162,26 @@ def test_a_hubs_model_is_known_by_its_commit(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         identity("own/model", revision="v1")
     assert identity(str(tmp_path / "models--own--model" / "snapshots" / commit)).keys() == {"config.json"}
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("name", ["norm", "large"])
+def test_a_model_is_known_by_each_of_its_tensors(name, suffix, tmp_path):
+    """The file is so large that the places that are read of it miss both."""
+    tensors = {
+        "a": torch.zeros(3_100_000),
+        "large": torch.zeros(20_000),
+        "norm": torch.ones(64),
+        "z": torch.zeros(3_000_000),
+    }
+    save = save_file if suffix == "safetensors" else torch.save
+    file = tmp_path / "model" / f"pytorch_model.{suffix}"
+    file.parent.mkdir()
+    save(tensors, file)
+    known = identity(str(file.parent))
+    assert identity(str(shutil.copytree(file.parent, tmp_path / "copy"))) == known
+    save(tensors | {name: tensors[name] + 1}, file)
+    changed = identity(str(file.parent))
+    assert changed.keys() == known.keys() and [key for key in known if changed[key] != known[key]] == ["tensor_digest"]
+    file.write_bytes(b"\xff" * 100)
+    assert identity(str(file.parent)) != known

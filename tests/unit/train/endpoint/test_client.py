@@ -81,7 +81,7 @@ def test_ids_that_are_fewer_than_the_usage_counts_are_none(monkeypatch, ids, rea
 
 def test_the_token_that_ended_a_text_is_kept_where_a_part_comes_after_it(monkeypatch):
     body = event(choices=[{"text": "a", "finish_reason": "stop", "stop_reason": 0}])
-    assert complete(monkeypatch, body + event(choices=[{"text": ""}]) + b"data: [DONE]\n\n").stop_id == 0
+    assert complete(monkeypatch, body + event(choices=[{"text": ""}]) + b"data: [DONE]\n\n").stop == 0
 
 
 def drafted(**counts) -> bytes:

@@ -19,10 +19,16 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Llama
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.errors import InputError
 from draftsmith.train.models import load_model
-from draftsmith.train.teacher import served
+from draftsmith.train.teacher import served, served_check
 from draftsmith.train.teacher.feature_shards import Layout, states_of
 from draftsmith.train.teacher.served import ServedTarget, urls_of
-from draftsmith.train.teacher.served_check import check_states, library_at_hand, require_files, require_served
+from draftsmith.train.teacher.served_check import (
+    check_states,
+    compare_states,
+    library_at_hand,
+    require_files,
+    require_served,
+)
 from draftsmith.train.teacher.target_ends import _ends as ends_of
 from draftsmith.train.teacher.target_ends import _is_end as is_end
 from draftsmith.train.teacher.target_ends import read_ends
@@ -220,6 +226,20 @@ def test_the_right_target_agrees(model, ends, path):
         assert require_files(target.served, server.url, path)
         (found,) = check_states(target, ends, TEXTS, library_at_hand(path, "float32"))
     assert found.nats < 1e-4 and max(found.shares.values()) < 1e-4 and set(found.shares) == set(LAYERS)
+
+
+@pytest.mark.parametrize("trained", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("serves", ["float32", "bfloat16"])
+def test_training_and_servers_may_hold_the_target_in_two_dtypes(serves, trained, path, monkeypatch):
+    """And the states of another layer are found all the same. A model so small rounds little, so less is allowed."""
+    monkeypatch.setitem(served_check.SHARES, torch.float32, 1e-4)
+    monkeypatch.setitem(served_check.NATS, torch.float32, 1e-4)
+    ends, model = read_ends(path, trained), load_model(path, device="cpu", dtype=serves)
+    with serving(StateServer(model, LAYERS, path)) as (server,):
+        compare_states([server.url], None, path, ends, TEXTS)
+        server.layer_ids, server.says = [1, 3, 4], {"layer_ids": LAYERS}
+        with pytest.raises(InputError, match="found those after 3 layers"):
+            compare_states([server.url], None, path, ends, TEXTS)
 
 
 def test_servers_must_be_of_one_target(model, path):

@@ -56,19 +56,30 @@ def test_where_answers_are_kept_a_line_without_one_is_a_prompt(tmp_path):
 
 
 def test_an_answer_that_was_cut_is_marked(tmp_path):
-    reasons = ["length", "abort", "content_filter", "repetition", "stop", "tool_calls"]
+    reasons = ["length", "abort", "content_filter", "model_length", "insufficient_system_resource", "new", None]
+    reasons += ["stop", "tool_calls", "eos"]
     lines = [{"messages": ASKED, "choices": [{"message": ANSWER, "finish_reason": reason}]} for reason in reasons]
-    assert [prompt.cut for prompt in read(tmp_path, *lines)] == [True, True, True, True, False, False]
+    assert [prompt.cut for prompt in read(tmp_path, *lines)] == [True] * 7 + [False] * 3
 
 
 @pytest.mark.parametrize(("value", "cut"), [("\n\n", True), (7, False)])
 @pytest.mark.parametrize("field", ["stop_reason", "matched_stop"])
-def test_an_answer_that_a_stop_text_ended_is_cut(field, value, cut, tmp_path):
+def test_an_answer_that_a_stop_text_ended_is_cut_and_a_token_is_passed_on(field, value, cut, tmp_path):
     choice = {"message": ANSWER, "finish_reason": "stop", field: value}
     streamed = unstreamed_answer(events(part("2"), {"choices": [{"delta": {}, **choice} | {"index": 0}]}), True)
     for answer in ({"choices": [choice]}, streamed):
         line = record({"messages": ASKED}, answer, {}, None)
-        assert [p.cut for p in read(tmp_path, {"messages": ASKED, "choices": [choice]}, line)] == [cut, cut]
+        logged = read(tmp_path, {"messages": ASKED, "choices": [choice]}, line)
+        assert [(p.cut, p.stop) for p in logged + read(tmp_path, logged[0].record())] == [(cut, None if cut else 7)] * 3
+
+
+@pytest.mark.parametrize(("said", "cut"), [({}, True), ({"stop_reason": None}, False), ({"matched_stop": 7}, False)])
+@pytest.mark.parametrize("stops", [{"stop": ["\n"]}, {"stop_token_ids": [9]}])
+def test_where_a_request_has_stops_the_server_must_say_that_none_ended_the_answer(stops, said, cut, tmp_path):
+    choice, request = {"index": 0, "message": ANSWER, "finish_reason": "stop"} | said, {"messages": ASKED} | stops
+    streamed = unstreamed_answer(events(part("2"), {"choices": [{"delta": {}, **choice}]}, part(reason=None)), True)
+    for answer in ({"choices": [choice]}, streamed):
+        assert [p.cut for p in read(tmp_path, record(request, answer, {}, None))] == [cut]
 
 
 @pytest.mark.parametrize(
