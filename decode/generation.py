@@ -197,6 +197,7 @@ def prepare_rows(
     paddings = count_paddings(input_ids, model_inputs)
     input_ids = input_ids.to(model.device)
     eos = frozenset(t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.tolist())
+    ends = StoppingCriteriaList([c for c in criteria if isinstance(c, EosTokenCriteria | StopStringCriteria)])
     further = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
     by_row = any(type(p) in PADDED_LENGTHS or isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
     rows: list[TextRow] = []
@@ -206,7 +207,7 @@ def prepare_rows(
         text[:length] = input_ids[i, padding:]
         generator = None if seed is None else torch.Generator(model.device).manual_seed(seed + i)
         if by_row or not rows:
-            sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample))
+            sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample), ends)
         rows.append(TextRow(i, padding, text, length, sampler, eos, further, generator))
     return rows
 

@@ -25,8 +25,12 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from draftsmith.decode import (
     DraftModelProposer,
+    DynamicTree,
+    HybridProposer,
     InputError,
+    LookaheadProposer,
     Plan,
+    RunAheadProposer,
     Tree,
     autoregressive_generate,
     early_exit,
@@ -36,6 +40,7 @@ from draftsmith.decode import (
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
+from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, EagleProposer, MedusaHeads, MedusaProposer
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -195,6 +200,46 @@ def test_a_constraint_is_asked_about_the_row_it_is_for(target, draft, tree):
     assert torch.equal(
         autoregressive_generate(target, ids, prefix_allowed_tokens_fn=allowed, **GREEDY).sequences, library
     )
+
+
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)])
+DRAFTERS = {
+    "chain": lambda target, draft: DraftModelProposer(draft),
+    "the target itself": lambda target, draft: DraftModelProposer(target),
+    "tree": lambda target, draft: DraftModelProposer(draft, TREE),
+    "growing tree": lambda target, draft: DraftModelProposer(draft, DynamicTree(3, 9)),
+    "ahead": lambda target, draft: RunAheadProposer(draft),
+    "copies": lambda target, draft: PromptLookupProposer(),
+    "hybrid": lambda target, draft: HybridProposer([PromptLookupProposer(), DraftModelProposer(draft)], graft=True),
+    "lookahead": lambda target, draft: LookaheadProposer(),
+    "medusa": lambda target, draft: MedusaProposer(MedusaHeads.of_target(target, 3), TREE),
+    "eagle": lambda target, draft: EagleProposer(EagleHeads.of_target(target), TREE),
+    "block": lambda target, draft: BlockProposer(BlockDrafter.of_target(target, 1, block_size=5, markov_rank=4)),
+}
+
+
+@pytest.mark.parametrize("ending", [{"eos_token_id": 9}, {"stop_strings": "eos"}])
+@pytest.mark.parametrize(
+    ("name", "rule"), [*((name, "exact") for name in DRAFTERS), ("tree", "threshold"), ("chain", "cascade")]
+)
+def test_a_constraint_is_asked_only_about_texts_that_the_target_may_write(target, draft, tokenizer, name, rule, ending):
+    """Neither past the end of a text nor after a token that it does not allow: a trie knows no answer there."""
+
+    allowed = ([1, 3], [1, 2], [1, 3, 9], [9])
+
+    def trie(row, tokens):
+        written = tokens[6:].tolist()
+        assert 9 not in written and all(token in allowed[i] for i, token in enumerate(written)), written
+        return allowed[len(written)]
+
+    proposer, ids = DRAFTERS[name](target, draft), prompt(1 if name == "ahead" else 3)
+    if "stop_strings" in ending:
+        ending = {"stop_strings": tokenizer.decode([9]), "tokenizer": tokenizer}
+    options = ending | {"prefix_allowed_tokens_fn": trie, "max_new_tokens": 8}
+    library = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        out = speculative_generate(target, proposer, ids, draft_length=5, rule=rule, **options, **sampling)
+        assert rule != "exact" or sampling["do_sample"] or torch.equal(out.sequences, library)
 
 
 def test_penalties_that_hold_the_batchs_prompts_are_refused_in_batches(target, draft):
