@@ -1,6 +1,7 @@
 """What `generate` may be asked for beside tokens: served as the library serves it, or refused by name."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     TextStreamer,
 )
+from transformers.generation import logits_process as library
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from draftsmith.decode import (
@@ -186,6 +188,62 @@ def test_processors_with_a_state_are_refused(target, draft):
         UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__
         in __import__("draftsmith.decode.generation", fromlist=["STATEFUL"]).STATEFUL
     )
+
+
+def processor(call, base=LogitsProcessor, *args, **attributes):
+    """A processor of the user's: `call`, with some attributes, or the library's `base` under another name."""
+    made = type("Mine", (base,), {"__call__": call} if call else {})(*args)
+    vars(made).update(attributes)
+    return made
+
+
+def counted(self, ids, scores):
+    self.uses.update([int(ids[0, -1])])
+    return scores - 0.1 * (self.uses.total() > 30)
+
+
+def walked(self, ids, scores):  # as long as the longest text so far
+    self.length[0] = max(self.length[0], ids.shape[1])
+    return scores + self.length[0] * (torch.arange(97) == 3)
+
+
+def remembered(self, ids, scores):
+    return scores + self.memo.setdefault(tuple(ids[0].tolist()), ids[0, -1] % 3) * (torch.arange(97) == 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "keeps"),
+    [
+        (lambda: processor(counted, uses=Counter()), True),
+        (lambda: processor(walked, length=[0]), True),
+        (
+            lambda: processor(
+                lambda self, ids, scores: self.held(ids, scores), held=processor(counted, uses=Counter())
+            ),
+            True,
+        ),
+        (lambda: processor(remembered, memo={}), False),
+        (lambda: processor(lambda self, ids, scores: scores, model=tiny_llama(0)), False),
+        (lambda: processor(None, library.SequenceBiasLogitsProcessor, {(5,): 2.0, (3, 4): 1.0}), False),
+        (lambda: processor(None, library.WatermarkLogitsProcessor, 97, "cpu"), False),
+        (
+            lambda: processor(
+                None, library.SynthIDTextWatermarkLogitsProcessor, 3, [5, 7], 64, 0, 9, torch.device("cpu")
+            ),
+            True,
+        ),
+    ],
+)
+def test_processors_of_the_user_are_functions_of_the_text(target, draft, make, keeps):
+    """What they remember does not matter; what they count does, since drafts ask them about texts that fail."""
+    ids, options = prompt(), GREEDY | {"logits_processor": LogitsProcessorList([make()])}
+    proposer = DraftModelProposer(draft)
+    if keeps:
+        with pytest.raises(InputError, match="of the tokens and logits, found Mine, which keeps a state from call to"):
+            speculative_generate(target, proposer, ids, **options)
+    else:
+        written = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert torch.equal(speculative_generate(target, proposer, ids, **options).sequences, written)
 
 
 @pytest.mark.parametrize("tree", [None, Tree.from_choices([(0,), (1,), (0, 0), (0, 1)])])
