@@ -4,10 +4,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -29,7 +30,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.rows import Departure, TextRow
-from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.sampling import Sampler, is_users
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,46 @@ def check_request(config: GenerationConfig, processors: LogitsProcessorList, row
     for processor in processors:
         name, package = type(processor).__name__, type(processor).__module__.split(".")[0]
         if name in STATEFUL or package in STATEFUL_PACKAGES:
-            raise InputError(
-                f"logits_processor: expected processors that are functions of the tokens and logits, found {name}, "
-                "which keeps a state from call to call"
-            )
+            raise _keeps_state(processor)
         if rows > 1 and isinstance(
             processor, EncoderNoRepeatNGramLogitsProcessor | EncoderRepetitionPenaltyLogitsProcessor
         ):
             raise InputError(f"logits_processor: expected one prompt with {name}, found {rows}")
+
+
+def check_functions(processors: LogitsProcessorList, row: TextRow, vocab_size: int) -> None:
+    """Refuse the user's processors that keep a state: drafts ask them about texts that are never written.
+
+    Each is called about the row's prompt again, and after a longer text. A memo or a cache changes nothing then.
+    """
+    text = row.context
+
+    def ask(processor: Any, text: Tensor) -> Tensor:
+        scores: Tensor = processor(text[None], torch.zeros(1, vocab_size, device=text.device))
+        return scores
+
+    for processor in filter(is_users, processors):
+        first, state = ask(processor, text), _state(processor)
+        results, changes = [ask(processor, text)], _state(processor) != state
+        longer = row.sampler.after(text, first.argmax(-1), first.amax())
+        if row.room > 1 and len(longer):
+            ask(processor, longer)
+            results.append(ask(processor, text))
+        if changes or not all(torch.equal(first, scores) for scores in results):
+            raise _keeps_state(processor)
+
+
+def _state(processor: Any) -> list[str]:
+    """Return the attributes of a processor, and those of the objects among them, as text."""
+    held = [processor, *vars(processor).values()]
+    return [repr(vars(v)) for v in held if hasattr(v, "__dict__") and not isinstance(v, nn.Module | ModuleType | type)]
+
+
+def _keeps_state(processor: Any) -> InputError:
+    return InputError(
+        "logits_processor: expected processors that are functions of the tokens and logits, found "
+        f"{type(processor).__name__}, which keeps a state from call to call"
+    )
 
 
 def count_paddings(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]:
@@ -197,6 +230,7 @@ def prepare_rows(
     paddings = count_paddings(input_ids, model_inputs)
     input_ids = input_ids.to(model.device)
     eos = frozenset(t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.tolist())
+    ends = StoppingCriteriaList([c for c in criteria if isinstance(c, EosTokenCriteria | StopStringCriteria)])
     further = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
     by_row = any(type(p) in PADDED_LENGTHS or isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
     rows: list[TextRow] = []
@@ -206,8 +240,9 @@ def prepare_rows(
         text[:length] = input_ids[i, padding:]
         generator = None if seed is None else torch.Generator(model.device).manual_seed(seed + i)
         if by_row or not rows:
-            sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample))
+            sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample), ends)
         rows.append(TextRow(i, padding, text, length, sampler, eos, further, generator))
+    check_functions(processors, rows[0], model.config.get_text_config().vocab_size)
     return rows
 
 

@@ -4,8 +4,9 @@ Shape suffixes: K positions, V vocabulary, T context tokens.
 """
 
 import copy
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -19,7 +20,9 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -56,11 +59,18 @@ class Sampler:
 
     processors: LogitsProcessorList
     do_sample: bool
+    ends: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    """The library's criteria by which texts end, also within a draft."""
 
     @cached_property
     def context_free(self) -> bool:
         """True if no processor reads the tokens before its position."""
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
+
+    @cached_property
+    def asks_user(self) -> bool:
+        """True if a processor is the user's code."""
+        return any(map(is_users, self.processors))
 
     @cached_property
     def temperature(self) -> float | None:
@@ -103,12 +113,26 @@ class Sampler:
             moved = copy.copy(processor)
             vars(moved).update({name: v.to(device) for name, v in vars(moved).items() if isinstance(v, Tensor)})
             copies.append(moved)
-        return Sampler(copies, self.do_sample)
+        return replace(self, processors=copies)
+
+    def after(self, text: Tensor, path: Tensor, score: Tensor | float = 0.0) -> Tensor:
+        """Return a text and the drafted tokens after it, the context of the next token.
+
+        It is empty where the target can't write that, because a token ended the text or the last one's `score` is −∞.
+        The user's code, such as a grammar, may know no answer there, and `scores` doesn't ask it.
+        """
+        if not self.asks_user:
+            return torch.cat([text, path])
+        texts = [torch.cat([text, path[:n]]) for n in range(len(path) + 1)]
+        if len(text) and float(score) > -math.inf and not any(bool(self.ends(t[None], None)) for t in texts[1:]):
+            return texts[-1]
+        return text[:0]
 
     def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return processed logits, (K, V), in at least float32; `logits_KV` is never written to.
 
-        `contexts` are the tokens before each position, K of (T_j,) int64; a `context_free` sampler needs none.
+        `contexts` are the tokens before each position, K of (T_j,) int64; a `context_free` sampler needs none. After an
+        empty one (see `after`) the logits stay as they are.
         """
         scores_KV = logits_KV if logits_KV.dtype in (torch.float32, torch.float64) else logits_KV.float()
         if not self.processors:
@@ -117,7 +141,8 @@ class Sampler:
             scores_KV = logits_KV.clone()
         if self.context_free:
             return self._process(None, scores_KV)
-        return torch.cat([self._process(t[None, :], row[None, :]) for t, row in zip(contexts, scores_KV, strict=True)])
+        rows = zip(contexts, scores_KV.split(1), strict=True)
+        return torch.cat([self._process(t[None, :], row_1V) if len(t) else row_1V for t, row_1V in rows])
 
     def _process(self, ids: Tensor | None, scores: Tensor) -> Tensor:
         # The list's own call would look up every processor's signature each time.
@@ -140,6 +165,12 @@ class Sampler:
         if self.do_sample:
             return scores_KV.softmax(-1)
         return torch.nn.functional.one_hot(scores_KV.argmax(-1), scores_KV.shape[-1]).to(scores_KV.dtype)
+
+
+def is_users(processor: Any) -> bool:
+    """Return whether a processor is the user's own code, or calls it."""
+    library = type(processor).__module__.startswith("transformers.")
+    return not library or isinstance(processor, PrefixConstrainedLogitsProcessor)
 
 
 def _are_top_k_top_p(first: Any, second: Any) -> bool:

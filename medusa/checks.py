@@ -11,6 +11,7 @@ from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.checkpoint_files import read_safetensors, shards
+from draftsmith.train.checkpoint import files_of
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import SEARCH, Part, Side
 
@@ -95,7 +96,7 @@ def whole_files(name: str, target: Side, heads: Part, read: Callable[..., Any], 
 
     `read` is a function of their directory and the target, `remedy` the way out if it refuses the files.
     """
-    directory = Path(heads.path)
+    directory = files_of(heads.path)
     if not directory.is_dir():
         return
     # The target has no weights yet: read only the two that copies are compared with.
@@ -103,7 +104,7 @@ def whole_files(name: str, target: Side, heads: Part, read: Callable[..., Any], 
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     modules = {f"{prefix}.weight": module for prefix, module in model.named_modules() if module in ends}
     try:
-        for key, tensor in read_safetensors(shards(Path(target.path)), modules.__contains__).items():
+        for key, tensor in read_safetensors(shards(files_of(target.path)), modules.__contains__).items():
             modules[key].weight = nn.Parameter(tensor, requires_grad=False)
     except InputError:
         return  # the target's finding names it

@@ -5,14 +5,15 @@ import logging
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -154,9 +155,25 @@ def _rope_type(value: Mapping[str, Any], field: str) -> str:
     return kinds[0] if kinds else "default"
 
 
+def files_of(model: str | Path) -> Path:
+    """Return the directory with a model's files: for a hub id its snapshot in the hub's cache, if all weights are here.
+
+    Without them a hub id stays as it is, and no directory.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    with suppress(HFValidationError):
+        found = (try_to_load_from_cache(str(model), name) for name in (WEIGHTS, INDEX))
+        for file in (Path(name) for name in found if isinstance(name, str)):
+            if all(part.is_file() for part in (indexed_files(file) if file.name == INDEX else [file])):
+                return file.parent
+    return directory
+
+
 def stored_tensors(path: str | Path, field: str) -> Stored:
-    """Read and check the headers of a directory's safetensors; return {} for pickled weights."""
-    directory, tensors = Path(path), dict[str, tuple[str, tuple[int, ...]]]()
+    """Read and check the headers of a model's safetensors; return {} for pickled weights, and those not yet here."""
+    directory, tensors = files_of(path), dict[str, tuple[str, tuple[int, ...]]]()
     files, at = [directory / WEIGHTS], directory / INDEX
     try:
         if not files[0].is_file():

@@ -289,11 +289,11 @@ class DraftModelProposer(Proposer):
             if survival is not None and not survival.keeps(step, distributions[-1].amax(-1).tolist()):
                 lengths = [min(k, step) for k in lengths]
                 break  # the last token was fed for nothing
-            if self.stop is not None:
-                for row in range(len(texts)):
-                    # The rule sees q, never the token: else acceptance would not be independent of the stop.
-                    if active[row] and self.stop(distributions[-1][row]):
-                        active[row], lengths[row] = False, step
+            for row in range(len(texts)) if self.stop or samplers[0].asks_user else ():
+                # The rule sees q, never the token: else acceptance would not be independent of the stop.
+                barred = samplers[0].asks_user and bool(scores[row].isneginf().all())  # there is nothing to draft
+                if active[row] and (barred or (self.stop is not None and self.stop(distributions[-1][row]))):
+                    active[row], lengths[row] = False, step
             tokens.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
             active = [alive and step + 1 < k for alive, k in zip(active, lengths, strict=True)]
             if not any(active):
@@ -301,7 +301,8 @@ class DraftModelProposer(Proposer):
             fed_B1 = tokens[-1][:, None]
             logits = self.feeder.feed_nodes(fed_B1, step, None, step + 1)[:, 0]
             if not samplers[0].context_free:
-                texts = [torch.cat([text, token]) for text, token in zip(texts, fed_B1, strict=True)]
+                fed = zip(samplers, texts, fed_B1, scores.gather(1, fed_B1), strict=True)
+                texts = [sampler.after(*args) for sampler, *args in fed]
         tokens_BK = torch.stack(tokens, 1) if tokens else contexts[0].new_zeros(len(texts), 0)
         q_BKV = torch.stack(distributions, 1) if distributions else None
         confidence_BK = q_BKV.amax(-1) if q_BKV is not None and self.wants_confidence else None

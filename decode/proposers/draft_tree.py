@@ -141,9 +141,10 @@ def draft_static_tree(
     other arguments are as for `choose`.
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
+    known: Known = {}
 
     def scores_after(level: Level, tokens: Tensor) -> Tensor:
-        return _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens))
+        return _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens), known)
 
     def draw_uniforms(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
         numbers *= len(level.parents)
@@ -254,6 +255,9 @@ class _DrawnSiblings:
         return torch.cat(self._supports, 1), torch.cat(self._q, 1), self._indices
 
 
+Known = dict[int, tuple[Sequence[Tensor], Tensor]]  # node → all rows' texts down to it, and the scores after them
+
+
 def _scores(
     tree: Tree,
     level: Level,
@@ -261,18 +265,24 @@ def _scores(
     contexts: Sequence[Tensor],
     tokens: Tensor,
     logits_BFV: Tensor,
+    known: Known,
 ) -> Tensor:
-    """Return the processed logits after each parent of a level, (B, P, V), or (B, 1, V) if they are alike."""
+    """Return the processed logits after each parent of a level, (B, P, V), or (B, 1, V) if they are alike.
+
+    `known` holds what the levels above had, and gets this one's.
+    """
     if samplers[0].context_free:
         return samplers[0].scores(logits_BFV.flatten(0, 1), []).view(logits_BFV.shape)
     # Processors such as penalties read the text, which differs by parent.
     alike = logits_BFV.shape[1] == 1
-    scores = []
     for index, parent in enumerate(level.parents):
-        path = tree.path(parent)
-        texts = [torch.cat([c, t[path]]) for c, t in zip(contexts, tokens, strict=True)] if path else contexts
-        scores.append(scores_of_rows(samplers, logits_BFV[:, 0 if alike else index], texts))
-    return torch.stack(scores, 1)
+        texts = contexts
+        if parent != ROOT:
+            (before, scores_BV), tokens_B1 = known[tree.parents[parent]], tokens[:, parent, None]
+            rows = zip(samplers, before, tokens_B1, scores_BV.gather(1, tokens_B1), strict=True)
+            texts = [sampler.after(*args) for sampler, *args in rows]
+        known[parent] = texts, scores_of_rows(samplers, logits_BFV[:, 0 if alike else index], texts)
+    return torch.stack([known[parent][1] for parent in level.parents], 1)
 
 
 def grow_trees(trees: Sequence["GrowingTree"], samplers: Sequence[Sampler], logits_BFV: Tensor) -> None:
@@ -303,8 +313,9 @@ class GrowingTree:
         """Return the processed logits after each node of the frontier, (F, V)."""
         texts = [self.context] * len(logits_FV)
         if not sampler.context_free:
-            paths = ([self.tokens[node] for node in self._path(node)] for node in self.frontier)
-            texts = [torch.cat([self.context, self.context.new_tensor(path)]) for path in paths]
+            paths = [self.context.new_tensor([self.tokens[n] for n in self._path(node)]) for node in self.frontier]
+            weights = [0.0 if node == ROOT else self.weights[node] for node in self.frontier]
+            texts = [sampler.after(self.context, *args) for args in zip(paths, weights, strict=True)]
         return sampler.scores(logits_FV, texts)
 
     def grow(self, log_q_FW: Sequence[Sequence[float]], tokens_FW: Sequence[Sequence[int]]) -> None:

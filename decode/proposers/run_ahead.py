@@ -116,6 +116,8 @@ class RunAheadProposer(DraftModelProposer):
         return draft
 
     def _draft_token(self, text: Tensor) -> Proposal:
+        if not len(self.samplers[0].after(text[: self._length], text[self._length :])):  # drafted tokens ended it
+            return Proposal(text[:0], None, Tree.chain(0))
         (draft,) = super().propose([text], [1])
         self._accept(draft)
         return draft

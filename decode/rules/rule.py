@@ -133,7 +133,7 @@ class Threshold(Rule):
         self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept the longest path of tokens above their levels."""
-        scores = sampler.scores(logits, contexts)
+        scores = _scores(sampler, logits, contexts, proposal)
         p = scores.softmax(-1)
         levels, tree = self.levels(p), proposal.tree
         parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
@@ -209,7 +209,7 @@ class Cascade(Rule):
         while tree.children[node + 1] and confident[tree.children[node + 1][0]]:
             node = tree.children[node + 1][0]
             path.append(node)
-        scores = sampler.scores(logits, contexts)
+        scores = _scores(sampler, logits, contexts, proposal)
         p = scores.softmax(-1)
 
         def emitted_distribution(node: int) -> Tensor | None:
@@ -232,6 +232,19 @@ def as_rule(rule: "str | Rule") -> Rule:
     if rule not in RULES:
         raise InputError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
     return RULES[rule]()
+
+
+def _scores(sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal) -> Tensor:
+    """Return the target's processed logits after a text and after each node, (K + 1, V)."""
+    if sampler.context_free:
+        return sampler.scores(logits, [])
+    texts = [contexts[0]]
+    scores = [sampler.scores(logits[:1], texts)]
+    for node, parent in enumerate(proposal.tree.parents):
+        token = proposal.tokens[node : node + 1]
+        texts.append(sampler.after(texts[parent + 1], token, scores[parent + 1][0, token]))
+        scores.append(sampler.scores(logits[node + 1 : node + 2], texts[-1:]))
+    return torch.cat(scores)
 
 
 def _verdict(

@@ -6,7 +6,6 @@ rotation by another angle. So these checks report what the trainer meant, and wh
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import read_config, read_safetensors, shards
 from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
+from draftsmith.train.checkpoint import files_of
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import Part, Side, load_part
@@ -54,13 +54,13 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
 def _empty(path: str) -> BlockDrafter:
     """Return the drafter without data, except for the tokens that it may draft."""
-    config = read_block_config(Path(path))
+    config = read_block_config(files_of(path))
     with torch.device("meta"):
         model = BlockDrafter(config)
     if model.d2t is None:
         return model
     try:
-        stored = read_safetensors(shards(Path(path)), {"d2t", "t2d", "lm_head.weight"}.__contains__)
+        stored = read_safetensors(shards(files_of(path)), {"d2t", "t2d", "lm_head.weight"}.__contains__)
     except InputError:
         return model  # the finding about its checkpoint reports this
     if "d2t" in stored and stored["d2t"].shape == model.d2t.shape:
@@ -77,7 +77,7 @@ def compare(target: Side, part: Part) -> Iterator[Finding]:
     yield fits
     if fits.state == "error":
         return
-    raw = read_config(Path(part.path), "a block drafter")
+    raw = read_config(files_of(part.path), "a block drafter")
     yield layers_seen(raw, drafter, target)
     yield mask(target, drafter.config.mask_token_id)
     yield rotation("block rotation", raw)

@@ -23,6 +23,7 @@ from draftsmith.medusa.eagle.formats.importing import (
 from draftsmith.medusa.eagle.formats.writing import DEPTHS, EMBEDDINGS
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
 from draftsmith.medusa.eagle.initial import choose_init, new_heads
+from draftsmith.train.checkpoint import files_of
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import Part, Side, load_part
@@ -43,7 +44,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
     def ours(name: str) -> str | None:
         return None if our_name(name) == EMBEDDINGS or TRAINING_ALONE.search(name) else our_name(name)
 
-    optional = () if _foreign(Path(str(spec.path))) is None else ("t2d",)
+    optional = () if _foreign(files_of(str(spec.path))) is None else ("t2d",)
     return load_part(spec, _empty, described, remedy, lambda model: model.cached_numbers, ours, optional)
 
 
@@ -57,7 +58,7 @@ def _foreign(directory: Path) -> dict[str, Any] | None:
 
 def _empty(path: str) -> EagleHeads:
     """Return heads without data, except for the tokens that they may draft."""
-    directory = Path(path)
+    directory = files_of(path)
     if _foreign(directory) is None:
         model = EagleHeads.without_weights(path)
     else:
@@ -82,7 +83,8 @@ def _empty(path: str) -> EagleHeads:
 
 def compare(target: Side, heads: Part) -> Iterator[Finding]:
     """Check whether EAGLE-3 heads fit the target, the tree fits them, and servers read other tools' files the same."""
-    raw, directory = _foreign(Path(heads.path)), Path(heads.path)
+    directory = files_of(heads.path)
+    raw = _foreign(directory)
     if raw is not None:
         layers, finding = layers_seen(raw, directory, len(decoder_layers(target.model)))
         # Until now the depths were placeholders: the config may name none.

@@ -11,7 +11,7 @@ from draftsmith.medusa.checks import find_mismatch, shape, trained_on
 from draftsmith.medusa.heads.formats.importing import foreign_format, import_heads
 from draftsmith.medusa.heads.formats.writing import VLLM_READS
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.train.checkpoint import reading_errors
+from draftsmith.train.checkpoint import files_of, reading_errors
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
 from draftsmith.train.kinds.parts import STORED, Part, Side, load_part
@@ -24,7 +24,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
     Files of other tools are read whole, because their configs do not give the heads' shape.
     """
     # vLLM's, FasterDecoding's or ModelOpt's.
-    if (format := foreign_format(Path(str(spec.path)))) is not None:
+    if (format := foreign_format(files_of(str(spec.path)))) is not None:
         return _inspect_foreign(spec, format)
     remedy = "give what draftsmith.medusa wrote"
 
@@ -38,7 +38,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 def _inspect_foreign(spec: DrafterSpec, format: str) -> tuple[Part | None, Finding]:
     role, path = spec.name or spec.kind, str(spec.path)
     try:
-        heads = import_heads(path, format)
+        heads = import_heads(str(files_of(path)), format)
     except InputError as error:
         return None, Finding("error", role, str(error), f"give {format}'s heads whole: readers skip what is missing")
     config = heads.config
@@ -76,7 +76,7 @@ def _empty(path: str) -> MedusaHeads:
 def compare(target: Side, heads: Part) -> Iterator[Finding]:
     """Check whether Medusa heads fit the target, the tree fits them, and what other tools' files leave out."""
     yield _fits(target, heads)
-    if (format := foreign_format(Path(heads.path))) is not None:
+    if (format := foreign_format(files_of(heads.path))) is not None:
         yield _foreign_finding(heads, format)
 
 

@@ -7,7 +7,7 @@ names; those of others are found here. All tensors must be there, and all must m
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from draftsmith.train.checkpoint import (
     MTP_COUNTS,
     Stored,
     check_finite,
+    files_of,
     mtp_layer,
     mtp_layers,
     reading_errors,
@@ -39,7 +40,7 @@ from draftsmith.train.checkpoint import (
 )
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import Part, Side, by_dtype
+from draftsmith.train.kinds.parts import UNSEEN, Part, Side, by_dtype
 from draftsmith.train.kinds.quantities import count, count_of
 from draftsmith.train.models import empty_model, load_config, whole_weights
 
@@ -70,9 +71,12 @@ def check_names(names: Iterable[str], config: PretrainedConfig, path: str) -> in
 
 
 def check_files(path: str, trust_remote_code: bool = False) -> None:
-    """Raise an InputError unless a target's directory has the MTP layers that its config promises; hub ids pass."""
+    """Raise an InputError unless a target's directory has the MTP layers that its config promises.
+
+    Hub ids whose weights are not yet here pass.
+    """
     config = load_config(path, field="target", trust_remote_code=trust_remote_code)
-    if Path(path).is_dir():
+    if files_of(path).is_dir():
         check_names(stored_tensors(path, "target"), config, path)
 
 
@@ -166,8 +170,8 @@ def inspect(spec: DrafterSpec, trust_remote_code: bool) -> tuple[Part | None, Fi
                 heads = MtpHeads.as_stored(spec.path, target)
             return _found(role, spec.path, heads, stored_tensors(spec.path, role))
         stored = _stored_layers(path, target.config)
-        layers = 0 if Path(path).is_dir() else mtp_layers(target.config)  # a hub id's files are not looked at
-        layers = layers or check_names(stored, target.config, path)
+        unseen = not files_of(path).is_dir() and mtp_layers(target.config)
+        layers = unseen or check_names(stored, target.config, path)
         with torch.device("meta"):
             native = make_layers(target, layers, stored)
         if stored:
@@ -176,7 +180,8 @@ def inspect(spec: DrafterSpec, trust_remote_code: bool) -> tuple[Part | None, Fi
         text = str(error).removeprefix("drafter: ")
         return None, Finding("error", role, text, "take the files of a target that ships with MTP layers")
     heads = MtpHeads(nn.Module.to(native, target.dtype), target)  # experts run on the meta device in bfloat16 alone
-    return _found(role, path, heads, stored)
+    part, finding = _found(role, path, heads, stored)
+    return part, replace(finding, text=finding.text + UNSEEN) if unseen else finding
 
 
 def _stored_layers(path: str, config: PretrainedConfig) -> Stored:

@@ -1,7 +1,6 @@
 """The costs of a setup on this machine: memory, and the acceptance from which drafting pays."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -9,6 +8,7 @@ import torch
 
 from draftsmith.decode.cache import state_bytes
 from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import files_of
 from draftsmith.train.kinds.costs import GAMMA
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.findings import Finding
@@ -89,5 +89,5 @@ def check_costs(
 def _weights_bytes(part: Part, width: int) -> int:
     quantization = quantization_of(part.model.config)
     if quantization and not quantization.startswith(UNPACKED):  # packed weights: the files' size
-        return sum(file.stat().st_size for file in Path(part.path).glob("*.safetensors"))
+        return sum(file.stat().st_size for file in files_of(part.path).glob("*.safetensors"))
     return part.model.num_parameters() * width

@@ -1,6 +1,7 @@
 """What `generate` may be asked for beside tokens: served as the library serves it, or refused by name."""
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -22,11 +23,16 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     TextStreamer,
 )
+from transformers.generation import logits_process as library
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from draftsmith.decode import (
     DraftModelProposer,
+    DynamicTree,
+    HybridProposer,
     InputError,
+    LookaheadProposer,
+    RunAheadProposer,
     Tree,
     autoregressive_generate,
     early_exit,
@@ -35,6 +41,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
+from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, EagleProposer, MedusaHeads, MedusaProposer
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -182,6 +189,62 @@ def test_processors_with_a_state_are_refused(target, draft):
     )
 
 
+def processor(call, base=LogitsProcessor, *args, **attributes):
+    """A processor of the user's: `call`, with some attributes, or the library's `base` under another name."""
+    made = type("Mine", (base,), {"__call__": call} if call else {})(*args)
+    vars(made).update(attributes)
+    return made
+
+
+def counted(self, ids, scores):
+    self.uses.update([int(ids[0, -1])])
+    return scores - 0.1 * (self.uses.total() > 30)
+
+
+def walked(self, ids, scores):  # as long as the longest text so far
+    self.length[0] = max(self.length[0], ids.shape[1])
+    return scores + self.length[0] * (torch.arange(97) == 3)
+
+
+def remembered(self, ids, scores):
+    return scores + self.memo.setdefault(tuple(ids[0].tolist()), ids[0, -1] % 3) * (torch.arange(97) == 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "keeps"),
+    [
+        (lambda: processor(counted, uses=Counter()), True),
+        (lambda: processor(walked, length=[0]), True),
+        (
+            lambda: processor(
+                lambda self, ids, scores: self.held(ids, scores), held=processor(counted, uses=Counter())
+            ),
+            True,
+        ),
+        (lambda: processor(remembered, memo={}), False),
+        (lambda: processor(lambda self, ids, scores: scores, model=tiny_llama(0)), False),
+        (lambda: processor(None, library.SequenceBiasLogitsProcessor, {(5,): 2.0, (3, 4): 1.0}), False),
+        (lambda: processor(None, library.WatermarkLogitsProcessor, 97, "cpu"), False),
+        (
+            lambda: processor(
+                None, library.SynthIDTextWatermarkLogitsProcessor, 3, [5, 7], 64, 0, 9, torch.device("cpu")
+            ),
+            True,
+        ),
+    ],
+)
+def test_processors_of_the_user_are_functions_of_the_text(target, draft, make, keeps):
+    """What they remember does not matter; what they count does, since drafts ask them about texts that fail."""
+    ids, options = prompt(), GREEDY | {"logits_processor": LogitsProcessorList([make()])}
+    proposer = DraftModelProposer(draft)
+    if keeps:
+        with pytest.raises(InputError, match="of the tokens and logits, found Mine, which keeps a state from call to"):
+            speculative_generate(target, proposer, ids, **options)
+    else:
+        written = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert torch.equal(speculative_generate(target, proposer, ids, **options).sequences, written)
+
+
 @pytest.mark.parametrize("tree", [None, Tree.from_choices([(0,), (1,), (0, 0), (0, 1)])])
 def test_a_constraint_is_asked_about_the_row_it_is_for(target, draft, tree):
     ids = prompt(3)
@@ -194,6 +257,46 @@ def test_a_constraint_is_asked_about_the_row_it_is_for(target, draft, tree):
     assert torch.equal(
         autoregressive_generate(target, ids, prefix_allowed_tokens_fn=allowed, **GREEDY).sequences, library
     )
+
+
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)])
+DRAFTERS = {
+    "chain": lambda target, draft: DraftModelProposer(draft),
+    "the target itself": lambda target, draft: DraftModelProposer(target),
+    "tree": lambda target, draft: DraftModelProposer(draft, TREE),
+    "growing tree": lambda target, draft: DraftModelProposer(draft, DynamicTree(3, 9)),
+    "ahead": lambda target, draft: RunAheadProposer(draft),
+    "copies": lambda target, draft: PromptLookupProposer(),
+    "hybrid": lambda target, draft: HybridProposer([PromptLookupProposer(), DraftModelProposer(draft)], graft=True),
+    "lookahead": lambda target, draft: LookaheadProposer(),
+    "medusa": lambda target, draft: MedusaProposer(MedusaHeads.of_target(target, 3), TREE),
+    "eagle": lambda target, draft: EagleProposer(EagleHeads.of_target(target), TREE),
+    "block": lambda target, draft: BlockProposer(BlockDrafter.of_target(target, 1, block_size=5, markov_rank=4)),
+}
+
+
+@pytest.mark.parametrize("ending", [{"eos_token_id": 9}, {"stop_strings": "eos"}])
+@pytest.mark.parametrize(
+    ("name", "rule"), [*((name, "exact") for name in DRAFTERS), ("tree", "threshold"), ("chain", "cascade")]
+)
+def test_a_constraint_is_asked_only_about_texts_that_the_target_may_write(target, draft, tokenizer, name, rule, ending):
+    """Neither past the end of a text nor after a token that it does not allow: a trie knows no answer there."""
+
+    allowed = ([1, 3], [1, 2], [1, 3, 9], [9])
+
+    def trie(row, tokens):
+        written = tokens[6:].tolist()
+        assert 9 not in written and all(token in allowed[i] for i, token in enumerate(written)), written
+        return allowed[len(written)]
+
+    proposer, ids = DRAFTERS[name](target, draft), prompt(1 if name == "ahead" else 3)
+    if "stop_strings" in ending:
+        ending = {"stop_strings": tokenizer.decode([9]), "tokenizer": tokenizer}
+    options = ending | {"prefix_allowed_tokens_fn": trie, "max_new_tokens": 8}
+    library = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        out = speculative_generate(target, proposer, ids, draft_length=5, rule=rule, **options, **sampling)
+        assert rule != "exact" or sampling["do_sample"] or torch.equal(out.sequences, library)
 
 
 def test_penalties_that_hold_the_batchs_prompts_are_refused_in_batches(target, draft):

@@ -692,6 +692,55 @@ def test_a_copy_of_the_targets_embedding_must_equal_it_as_the_import_says(kind, 
         capsys.readouterr()
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A function that puts a directory into the hub's cache as `org/NAME`; nothing is downloaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+
+    def put(directory: Path, name: str, commit: str = "a" * 40) -> Path:
+        home = tmp_path / "hub" / f"models--org--{name}"
+        (home / "refs").mkdir(parents=True)
+        (home / "refs" / "main").write_text(commit)
+        return Path(shutil.copytree(directory, home / "snapshots" / commit))
+
+    return put
+
+
+SAVED = {
+    "draft": lambda path, tokenizer: save_model(tiny_llama(0, len(tokenizer)), tokenizer, path),
+    "medusa": lambda path, tokenizer: save_heads(path, tokenizer),
+    "eagle": lambda path, tokenizer: save_eagle(path, tokenizer),
+    "block": lambda path, tokenizer: save_block(path, tokenizer),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_files_in_the_hubs_cache_are_looked_at_as_those_of_a_directory(kind, plain, hub, tmp_path, tokenizer, capsys):
+    SAVED[kind](path := tmp_path / "heads", tokenizer)
+    lines = check(capsys, plain, drafter=f"{kind}:{path}")[1]
+    files = [*hub(plain, "target").glob("*.safetensors"), *hub(path, "heads").glob("*.safetensors")]
+    assert check(capsys, "org/target", drafter=f"{kind}:org/heads")[1] == lines
+    for file in files:
+        file.unlink()
+    if kind != "block":
+        code, lines, _, _ = check(capsys, "org/target", drafter=f"{kind}:org/heads")
+        assert code == 0 and "not looked at" in lines["target"] and "not looked at" in lines[kind]
+
+
+def test_promised_mtp_layers_of_the_hub_are_looked_for(hub, tmp_path, tokenizer, capsys):
+    save_model(tiny_llama(0, len(tokenizer)), tokenizer, tmp_path / "target")
+    rewrite(tmp_path / "target", num_mtp_layers=1)
+    files = hub(tmp_path / "target", "target")
+    assert "expected the tensors of 1 MTP layers in org/target" in check(capsys, "org/target", drafter="mtp")[1]["mtp"]
+    (files / "model.safetensors").rename(files / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (files / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, lines, _, _ = check(capsys, "org/target", drafter="mtp")
+    assert code == 0 and lines["mtp"].startswith("✓ 1 MTP layer") and "not looked at" in lines["mtp"]
+
+
 DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
 XPRESS = DFLASH | {"xpress_rank": 4}
 DFLASH2 = DFLASH | {"selector_rank": 4, "conv_kernel_size": 2}

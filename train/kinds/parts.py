@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import (
     Stored,
     end_of_sequence_ids,
+    files_of,
     integer_weight,
     is_mtp,
     of_any_layer,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 REMEDY = "copy config.json and weights of one model there"
+UNSEEN = "; the weights, on the hub, were not looked at"
 SEARCH = "search one that they can draft: draftsmith tree --drafter DIR"  # the advice where a tree cannot be drafted
 
 
@@ -193,10 +194,10 @@ def other_tensors(
 
 
 def checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
-    """Read the headers of a directory's safetensors, and report faults of the files."""
-    directory = Path(path)
+    """Read the headers of a model's safetensors, and report faults of the files."""
+    directory = files_of(path)
     if not directory.is_dir():
-        return {}, Finding("ok", role, f"{text}; the weights, on the hub, were not looked at")
+        return {}, Finding("ok", role, text + UNSEEN)
     try:
         tensors = stored_tensors(path, role)
     except InputError as error:

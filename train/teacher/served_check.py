@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.cache.features import collect_features, decoder_layers, last_norm
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.train.checkpoint import files_of
 from draftsmith.train.data.first_look import print_once
 from draftsmith.train.files import identity
 from draftsmith.train.losses.output_head import head_of
@@ -215,7 +215,7 @@ def library_at_hand(path: str, dtype: str, most: float = AT_HAND, trust_remote_c
 
     None also for a quantised one, which the library may compute on other devices than this one alone.
     """
-    files = [*Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
+    files = [*files_of(path).glob("*.safetensors")]
     quantized = quantization_of(load_config(path, field="target", trust_remote_code=trust_remote_code))
     if quantized or not files or sum(file.stat().st_size for file in files) > most:
         return None
