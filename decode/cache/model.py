@@ -300,8 +300,11 @@ class CachedModel:
     ) -> Tensor:
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
         if keep < tokens.shape[1] and self._keeps:
-            # A long prompt's logits over a large vocabulary would be the run's largest tensor.
-            inputs["logits_to_keep"] = keep
+            # A long prompt's logits over a large vocabulary would be the run's largest tensor. Told only their number,
+            # Gemma 4's layers that read an earlier layer's keys drop the other queries, with the features there, and
+            # take the rest for a causal block from slot 0. Told the columns, they drop none.
+            columns = whole and (keep > 1 or self._depths)
+            inputs["logits_to_keep"] = torch.arange(-keep, 0) if columns else keep
         inputs |= {"input_ids": tokens, self._cache_name: self.cache, "use_cache": True}
         if not self._takes_positions:
             del inputs["position_ids"]

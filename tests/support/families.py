@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
@@ -79,6 +80,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         {name: value for name, value in GEMMA.items() if name != "query_pre_attn_scalar"}
         | {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["sliding_attention", FULL, FULL]}
         | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    ),
+    "gemma4": (
+        Gemma4TextConfig,
+        {name: value for name, value in GEMMA.items() if name != "query_pre_attn_scalar"}
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", FULL] * 2}
+        | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     ),
     "gpt2": (GPT2Config, {}),
     "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
