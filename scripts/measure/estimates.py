@@ -81,12 +81,13 @@ class Observation:
     def within(self, prompts: Set[int]) -> "Observation":
         """Return the batches that hold only these prompts: a batch has one clock."""
         kept = [i for i, batch in enumerate(self.prompts) if prompts >= set(batch)]
-        tokens, seconds, batches, rounds = (
-            [column[i] for i in kept] if column else []
-            for column in (self.tokens, self.seconds, self.prompts, self.rounds)
+        return Observation(
+            [self.tokens[i] for i in kept],
+            [self.seconds[i] for i in kept],
+            [self.prompts[i] for i in kept],
+            rounds=[self.rounds[i] for i in kept] if self.rounds else (),
+            replayed={prompt: lengths for prompt, lengths in self.replayed.items() if prompt in prompts},
         )
-        replayed = {prompt: lengths for prompt, lengths in self.replayed.items() if prompt in prompts}
-        return Observation(tokens, seconds, batches, rounds=rounds, replayed=replayed)
 
     def speed(self) -> Speed:
         """Return tokens per second, in all and the median of batches."""

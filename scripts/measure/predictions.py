@@ -56,7 +56,7 @@ def predicted_speedup(
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     if table is None:
         return None
-    seconds, plain_seconds = [], []
+    seconds, plain_seconds = list[float](), list[float]()
     for group, base in zip(groups, plain, strict=True):
         prompt = max(measured.prompt_lengths[row.prompt] for row in group.rows) if with_prompt else 0
         if replay is None:
@@ -69,8 +69,8 @@ def predicted_speedup(
         plain_seconds.append(table.plain_seconds([float(len(row.tokens)) for row in base.rows], prompt))
     if observed is None or not observed.replayed:
         return ratio(plain_seconds, seconds)
-    *_, tokens, rounds = observed.columns
-    return ratio_product(plain_seconds, seconds, tokens, rounds, rounds[: len(groups)], tokens[: len(groups)])
+    *_, emitted, expected = observed.columns
+    return ratio_product(plain_seconds, seconds, emitted, expected, expected[: len(groups)], emitted[: len(groups)])
 
 
 def _replayed_seconds(

@@ -50,7 +50,7 @@ def held_out_speedup(
     """
     first = next(iter(times.values()))[shown]
     plain_seconds = own_seconds = 0.0
-    for fold in range(min(folds, np.count_nonzero(first.sums[-2]))):
+    for fold in range(min(folds, int(np.count_nonzero(first.sums[-2])))):
         in_fold = np.arange(len(first.prompts)) % folds == fold
         held_out = {prompt for unit, is_held in zip(first.prompts, in_fold, strict=True) if is_held for prompt in unit}
 
