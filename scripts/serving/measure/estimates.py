@@ -109,22 +109,29 @@ def by_latency(observed: Observed, setting: Setting) -> bool:
 
 
 def observation(observed: Observed, setting: Setting, role: Role) -> Observation:
-    """Return a server's answers in a setting: by prompt if speed is by latency, else by turn, summed over repeats."""
+    """Return a server's answers in a setting: by prompt if speed is by latency, else by turn.
+
+    Of repeats that wrote equally much the fastest counts, as other work only adds time; others are summed.
+    """
     blocks, records = observed.blocks[setting][role], observed.records(setting, role)
     texts = [record.token_ids for record in records if record.token_ids is not None]
-    sums: dict[int, tuple[int, float]] = {}
+    repeats: dict[int, list[tuple[int, float]]] = {}
     timed = [(record.prompt, record.tokens, record.ended) for record in records]
     latency = by_latency(observed, setting)
     if not latency:
         turns = len(blocks) // observed.config.repeats
         timed = [(i % turns, sum(r.tokens for r in block.records), block.seconds) for i, block in enumerate(blocks)]
     for key, tokens, seconds in timed:
-        before = sums.get(key, (0, 0.0))
-        sums[key] = before[0] + tokens, before[1] + seconds
+        repeats.setdefault(key, []).append((tokens, seconds))
+    alike = all(len({tokens for tokens, _ in pairs}) == 1 for pairs in repeats.values())
+    chosen = [
+        min(pairs) if alike else (sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs))
+        for pairs in repeats.values()
+    ]
     return Observation(
-        [tokens for tokens, _ in sums.values()],
-        [seconds for _, seconds in sums.values()],
-        [[prompt] for prompt in sums] if latency else (),
+        [tokens for tokens, _ in chosen],
+        [seconds for _, seconds in chosen],
+        [[prompt] for prompt in repeats] if latency else (),
         texts if len(texts) == len(records) else None,
     )
 

@@ -123,12 +123,16 @@ def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
     assert observation(seen, ONE, "server").within({1}).seconds == [2.0]
 
 
-def test_several_at_once_speed_is_that_of_turns_and_repeats_add_up():
-    turns = [block([record(2 * i + j, 9.0, [1] * 10) for j in range(2)], seconds=1.0 + i) for i in range(3)]
-    seen = observed({TWO: {"server": turns * 2}}, {"repeats": 2, "concurrency": [2]})
-    found = observation(seen, TWO, "server")
-    assert found.tokens == [40, 40, 40] and found.seconds == [2.0, 4.0, 6.0]
-    assert found.speed().value == 10.0 and found.speed().median == 10.0
+@pytest.mark.parametrize(("again", "tokens", "seconds"), [(10, [20] * 3, [1.0, 2.0, 2.0]), (5, [30] * 3, [4, 4, 4])])
+def test_several_at_once_speed_is_that_of_turns_and_of_equal_repeats_the_fastest(again, tokens, seconds):
+    turns = [
+        block([record(2 * i + j, 9.0, [1] * written) for j in range(2)], seconds=spent)
+        for written, times in ((10, (1.0, 2.0, 2.0)), (again, (3.0, 2.0, 2.0)))
+        for i, spent in enumerate(times)
+    ]
+    found = observation(observed({TWO: {"server": turns}}, {"repeats": 2, "concurrency": [2]}), TWO, "server")
+    assert found.tokens == tokens and found.seconds == seconds
+    assert found.speed().value == sum(tokens) / sum(seconds)
 
 
 def test_percentiles_and_seconds_a_token():
