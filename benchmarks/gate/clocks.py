@@ -30,7 +30,7 @@ Clock = Callable[[float, float], float]
 
 
 def clock(slowdown_T: Values) -> Clock:
-    """Return the clock of a machine on which work takes so many times as long in each `STEP`."""
+    """Return the clock of a machine with these slow-downs, each over a `STEP`; the last one stays."""
     moments_T = STEP * np.arange(len(slowdown_T) + 1)
     done_T = np.append(0.0, np.cumsum(STEP / slowdown_T))
     return lambda begin, work: float(np.interp(np.interp(begin, moments_T, done_T) + work, done_T, moments_T))

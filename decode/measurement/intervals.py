@@ -170,7 +170,7 @@ def _product(*sums: Values) -> Values:
 
 
 def _estimates(statistic: Callable[..., Values], *columns: ArrayLike, first: int | None = None) -> list[Estimate]:
-    """Estimate M statistics of sums over n prompts; each column is (M, n), of which `first` may be a stratum."""
+    """Estimate M statistics of sums over n prompts; each column is (M, n), and the `first` prompts a stratum."""
     arrays = [np.asarray(values, dtype=np.float64) for values in columns]
     count, prompts = arrays[0].shape
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -75,8 +75,8 @@ def tune(config: TuneConfig) -> dict[str, Any]:
     """Decode in every setting, write `tune.json` and `tune.svg`, and return the content of tune.json.
 
     Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
-    affects all settings alike, and in two of the clock's turns or more, of which the fastest counts. Levels that the
-    search adds run in turns of their own, together with plain decoding, over which their speed-up is. Prompt i draws
+    affects all settings alike, and in two of the clock's turns or more; the fastest counts. Levels that the search adds
+    run in turns of their own, together with plain decoding, over which their speed-up is. Prompt i draws
     with the config's seed + i.
     """
     if config.threads:
