@@ -121,7 +121,7 @@ def check_functions(processors: LogitsProcessorList, row: TextRow, vocab_size: i
     text = row.context
 
     def ask(processor: Any, text: Tensor) -> Tensor:
-        scores: Tensor = processor(text[None], torch.zeros(1, vocab_size, device=text.device))
+        scores: Tensor = processor(text[None], torch.linspace(-1, 1, vocab_size, device=text.device)[None])
         return scores
 
     for processor in filter(is_users, processors):
@@ -137,7 +137,7 @@ def check_functions(processors: LogitsProcessorList, row: TextRow, vocab_size: i
 
 def _state(processor: Any) -> list[str]:
     """Return the attributes of a processor, and those of the objects among them, as text."""
-    held = [processor, *vars(processor).values()]
+    held = [processor, *getattr(processor, "__dict__", {}).values()]
     return [repr(vars(v)) for v in held if hasattr(v, "__dict__") and not isinstance(v, nn.Module | ModuleType | type)]
 
 

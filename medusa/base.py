@@ -334,6 +334,14 @@ def check_named(ids: Tensor, t2d: Tensor, field: str) -> None:
         raise InputError(f"{field}: expected the tokens that t2d names, found others")
 
 
+def drop_whole_maps(directory: Path, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Drop the maps that other tools store with a whole vocabulary; an InputError if they don't map an id to itself."""
+    if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None:
+        if d2t.any():
+            raise InputError(f"{directory}: expected a d2t of zeros with the whole vocabulary, found another")
+        tensors.pop("t2d", None)
+
+
 def check_distances(d2t: Tensor, field: str) -> None:
     """Raise an InputError if `d2t`, (D,), holds ids in place of distances; for files without a `t2d`."""
     # Between neighbouring ids the distance stays the same, and each useful vocabulary has such neighbours.

@@ -13,6 +13,7 @@ import torch
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
+from draftsmith.medusa.base import drop_whole_maps
 from draftsmith.medusa.block.blocks import SHARE
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.formats.importing import TARGET_TENSORS, TRAINING_ALONE, import_block, read_block_config
@@ -54,16 +55,22 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
 def _empty(path: str) -> BlockDrafter:
     """Return the drafter without data, except for the tokens that it may draft."""
-    config = read_block_config(files_of(path))
+    directory = files_of(path)
+    config: Any = read_block_config(directory)
     with torch.device("meta"):
         model = BlockDrafter(config)
-    if model.d2t is None:
+    if model.d2t is None and OWN in read_config(directory):
         return model
     try:
-        stored = read_safetensors(shards(files_of(path)), {"d2t", "t2d", "lm_head.weight"}.__contains__)
+        stored = read_safetensors(shards(directory), {"d2t", "t2d", "lm_head.weight"}.__contains__)
     except InputError:
         return model  # the finding about its checkpoint reports this
-    if "d2t" in stored and stored["d2t"].shape == model.d2t.shape:
+    if "d2t" not in stored:
+        return model
+    if model.d2t is None:
+        drop_whole_maps(directory, config, dict(stored))
+        model.d2t = stored["d2t"]  # the import drops it, so that it is not one too many
+    elif stored["d2t"].shape == model.d2t.shape:
         model.d2t = stored["d2t"].long()
         model.check_tokens("d2t", stored)
     return model

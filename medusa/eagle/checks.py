@@ -9,7 +9,7 @@ import torch
 from draftsmith.decode.cache.features import decoder_layers, default_layers
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
-from draftsmith.medusa.base import rope_of
+from draftsmith.medusa.base import drop_whole_maps, rope_of
 from draftsmith.medusa.checkpoint_files import CONFIG, read_config, read_safetensors, shards
 from draftsmith.medusa.checks import feature_heads, learning_rate, rotation, whole_files
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
@@ -61,17 +61,22 @@ def _empty(path: str) -> EagleHeads:
     directory = files_of(path)
     if _foreign(directory) is None:
         model = EagleHeads.without_weights(path)
+        if model.d2t is None:
+            return model
     else:
         with torch.device("meta"):
             model = EagleHeads(read_eagle_config(directory, unsaid=UNSAID))
-    if model.d2t is None or model.t2d is None:
-        return model
+    config: Any = model.config
     try:
         stored = read_safetensors(shards(directory), {"d2t", "t2d"}.__contains__)
     except InputError:
         return model  # the finding about its checkpoint reports this
-    if "d2t" in stored and stored["d2t"].shape == model.d2t.shape:
-        config: Any = model.config
+    if "d2t" not in stored:
+        return model
+    if model.d2t is None or model.t2d is None:
+        drop_whole_maps(directory, config, dict(stored))
+        model.d2t, model.t2d = stored["d2t"], stored.get("t2d")  # the import drops them, so that they are not too many
+    elif stored["d2t"].shape == model.d2t.shape:
         complete_maps(directory, config, stored)
         t2d = stored.get("t2d", torch.zeros(model.t2d.shape))
         if t2d.shape == model.t2d.shape:

@@ -692,6 +692,30 @@ def test_a_copy_of_the_targets_embedding_must_equal_it_as_the_import_says(kind, 
         capsys.readouterr()
 
 
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_maps_of_a_whole_vocabulary_are_taken_if_the_import_takes_them(kind, plain, tmp_path, tokenizer, capsys):
+    """SpecForge writes them in any case; they map each id to itself, or mean another vocabulary."""
+    path, own_path, vocab_size = tmp_path / "heads", tmp_path / "own", len(tokenizer)
+    SAVED[kind](own_path, tokenizer)
+    export = ["export", "--target", str(plain), "--format", "speculators", "--output", str(path)]
+    assert cli.main([*export, "--drafter", f"{kind}:{own_path}"]) == 0
+    written, zeros = load_file(path / "model.safetensors"), torch.zeros(vocab_size, dtype=torch.int64)
+    for own, maps, right in (
+        (False, {"d2t": zeros, "t2d": torch.ones(vocab_size, dtype=torch.bool)}, True),
+        (False, {"d2t": zeros}, True),
+        (False, {"d2t": zeros + torch.arange(vocab_size).flip(0)}, False),
+        (True, {"d2t": zeros}, False),  # files of our own are loaded, not imported
+    ):
+        at = own_path if own else path
+        tensors = load_file(at / "model.safetensors") if own else written
+        save_file(tensors | maps, at / "model.safetensors", metadata={"format": "pt"})
+        code, lines, _, _ = check(capsys, plain, drafter=f"{kind}:{at}")
+        assert (code == 0) == right, lines
+        out = tmp_path / f"{right}-{len(maps)}"
+        imported = cli.main(["export", "--target", str(plain), "--import_from", str(path), "--output", str(out)])
+        assert own or (imported == 0) == right, capsys.readouterr()
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A function that puts a directory into the hub's cache as `org/NAME`; nothing is downloaded."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import track
+from draftsmith.train.data.chat.templates import encode_plain
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import encode_prompt
 
@@ -103,7 +104,7 @@ def encoded_prompts(
         read = track(read_prompts(source, limit=limit), "prompts", "texts")
         return [encode_prompt(prompt, tokenizer, vocab_size=vocab_size, max_tokens=max_tokens) for prompt in read]
     records = stdlib_prompts(limit or 128, heldout=True, seed=1)
-    return [tokenizer(record["prompt"])["input_ids"][-max_tokens:] for record in records]
+    return [encode_plain(tokenizer, record["prompt"])[-max_tokens:] for record in records]
 
 
 def write_prompts(path: Path, records: Sequence[dict[str, str]]) -> None:

@@ -21,6 +21,7 @@ from draftsmith.train.data.chat.masks import (
 from draftsmith.train.data.chat.messages import Message, with_parts
 from draftsmith.train.data.chat.templates import (
     chat_request,
+    encode_plain,
     for_template,
     read_variables,
     require_no_template,
@@ -164,7 +165,7 @@ def encode_prompt(
 
     A conversation goes through the tokenizer's chat template, with the generation prompt and no other special tokens.
     Without a template, its user turns are joined by blank lines into plain text. Plain text gets the special tokens
-    that the tokenizer adds.
+    that the tokenizer adds before it, unless it begins with them.
 
     If a prompt is longer than `max_tokens`, plain text keeps its last tokens. A templated conversation loses the oldest
     user's text from the left, then that turn and its answer, and so on; system turns and the template's own text stay.
@@ -187,7 +188,7 @@ def encode_prompt(
         require_no_template(problem, prompt.place, system_prompt, variables, prompt.tools, messages)
         turns = [message["content"] for message in messages if message["role"] == "user"]
         plain = prompt.text if prompt.text is not None else "\n\n".join(turns)
-        ids = list(tokenizer(plain, verbose=False)["input_ids"])  # type: ignore[arg-type]
+        ids = encode_plain(tokenizer, plain)
         ids = ids if max_tokens is None else ids[-max_tokens:]
     if not ids:
         raise InputError(f"{prompt.place}{name}: expected at least one token, found none")

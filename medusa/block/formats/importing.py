@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.medusa.base import SLIDING, WINDOWS
+from draftsmith.medusa.base import SLIDING, WINDOWS, drop_whole_maps
 from draftsmith.medusa.block.config import FAMILIES, SPECULATORS
 from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS
 from draftsmith.medusa.block.heads import HEADS, foreign_fields, foreign_names
@@ -77,8 +77,7 @@ def import_block(
     # Some tools store the whole model under one prefix.
     stored = {name.removeprefix("model."): tensor for name, tensor in read_safetensors(shards(directory)).items()}
     tensors = {name: tensor for name, tensor in stored.items() if not TRAINING_ALONE.match(name)}
-    if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None and d2t.any():
-        raise InputError(f"{directory}: expected a d2t of zeros with the whole vocabulary, found another")
+    drop_whole_maps(directory, config, tensors)
     copies = {name: tensors.pop(name) for name in TARGET_TENSORS if name in tensors}
     with torch.device("meta"):
         empty = BlockDrafter(config).state_dict()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers, default_layers
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.medusa.base import check_distances
+from draftsmith.medusa.base import check_distances, drop_whole_maps
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     field,
@@ -154,15 +154,9 @@ def _check_embeddings(directory: Path, embeddings: Tensor, target: PreTrainedMod
 
 def complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tensor]) -> None:
     """Add the `t2d` that a file lacks, as vLLM reads none, and drop maps of a whole vocabulary."""
+    drop_whole_maps(directory, config, tensors)
     d2t = tensors.get("d2t")
-    if d2t is None:
-        return
-    if config.draft_vocab_size == config.vocab_size:
-        if d2t.any():
-            raise InputError(f"{directory}: expected a d2t of zeros with the whole vocabulary, found another")
-        del tensors["d2t"]
-        tensors.pop("t2d", None)
-    elif "t2d" not in tensors and not d2t.is_floating_point():
+    if d2t is not None and "t2d" not in tensors and not d2t.is_floating_point():
         check_distances(d2t, f"{directory}: d2t")
         ids = d2t.long() + torch.arange(len(d2t))
         if len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:

@@ -36,6 +36,7 @@ from draftsmith.train.data.chat.templates import (
     GrowingText,
     Tools,
     common_length,
+    encode_plain,
     encode_rendered,
     for_template,
     require_no_template,
@@ -353,7 +354,7 @@ def mask_plain(
 
     `ends` are those tokens, the tokenizer's own if there are none.
     """
-    prompt, ids = (list(tokenizer(part, verbose=False).input_ids) for part in (question, question + answer))
+    prompt, ids = (encode_plain(tokenizer, part) for part in (question, question + answer))
     if ids[: len(prompt)] != prompt:
         ids = _continued(tokenizer, prompt, answer, ids) or ids
     first = common_length(ids, prompt)

@@ -355,6 +355,21 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(ids)
 
 
+def encode_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode plain text with the special tokens that the tokenizer adds before it, once.
+
+    Text that was rendered by hand begins with them already. Those that it adds at the end are left out: text follows.
+    """
+    ids, sample = (list(tokenizer(part, verbose=False).input_ids) for part in (text, "a"))
+    inner = encode_rendered(tokenizer, "a")
+    first = next((n for n in range(len(sample)) if inner and sample[n : n + len(inner)] == inner), None)
+    if first is None:
+        return ids
+    before, after = sample[:first], sample[first + len(inner) :]
+    ids = ids[: len(ids) - len(after)]
+    return ids[first:] if before and ids[: 2 * first] == before * 2 else ids
+
+
 def require_no_template(
     problem: str,
     place: str,

@@ -13,6 +13,7 @@ from unit.train.data.chat.test_masks import assistant, user
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.repetition import count_repeated_ngrams, repeated_ngram_share
 from draftsmith.train.data.chat import messages as reading
+from draftsmith.train.data.chat.masks import mask_plain
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt
@@ -207,6 +208,23 @@ def test_plain_text_keeps_the_tokenizers_own_special_tokens(tokenizer):
     ids = encode_prompt(Prompt("0", "hello world", None, None), tokenizer)
     assert tokenizer.decode(ids) == f"{END_OF_TEXT}hello world"
     assert encode_prompt(Prompt("0", "hello world", None, None), tokenizer, max_tokens=2) == ids[-2:]
+
+
+@pytest.mark.parametrize("added", ["<b> $A", "<b> $A <e>", "<b> <x> $A <e>", "$A <e>", "$A"])
+def test_plain_text_begins_once_and_does_not_end_whatever_the_tokenizer_adds(added):
+    """In prompts, and in prompts with a given answer; what was rendered by hand begins with the added tokens already."""
+    tokenizer = train_bpe(["hello world, say hello to the world"], 300)
+    tokenizer.add_special_tokens({"bos_token": "<b>", "eos_token": "<e>", "additional_special_tokens": ["<x>"]})
+    specials = [(piece, tokenizer.convert_tokens_to_ids(piece)) for piece in ("<b>", "<x>", "<e>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=added, special_tokens=specials)
+    begin = added.partition("$A")[0].replace(" ", "")
+    for text in ("hello", "<x>hello", "hello<e>"):
+        expected = tokenizer(begin + text, add_special_tokens=False).input_ids
+        for written in (text, begin + text):
+            assert encode_prompt(Prompt("0", written, None, None), tokenizer) == expected
+            masked = mask_plain(written, " world", tokenizer)
+            assert tokenizer.decode(masked.ids) == f"{begin}{text} world<e>"
+            assert masked.ids[: masked.mask.index(1)] == expected
 
 
 def test_chat_template_writes_the_generation_prompt_and_its_own_special_tokens(tokenizer, monkeypatch):
