@@ -357,7 +357,7 @@ def test_a_draft_without_rollback_learns_no_parallel_drafting(place, capsys):
     target = place("qwen3-5")
     flags = [*learned(target, "parallel"), "--draft", str(target / "target"), "--parallel", "2"]
     said = refusal(lambda: distill_command.main(flags), capsys)
-    assert said.startswith("draft: expected a draft whose layers have attention alone, found Qwen3_5ForCausalLM")
+    assert said.startswith("parallel draft: expected layers with attention alone, found Qwen3_5ForCausalLM")
 
 
 @pytest.mark.parametrize(
