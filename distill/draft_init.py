@@ -182,6 +182,10 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
         raise InputError(
             f"init: expected a target in floating point to narrow, found {quantization}; init.layers alone works"
         )
+    if names := config.per_layer_attributes:
+        raise InputError(
+            f"init: expected one {min(names)} for all layers to narrow, found several; init.layers alone works"
+        )
     decoder = decoder_of(view)
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
     layers: Any = next(modules for modules in lists if len(modules) == config.num_hidden_layers)

@@ -197,8 +197,8 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
 
 def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str, Any]:
     """Return the fields of a `LayersConfig` with the target's sizes, for drafts of the tokens in `token_map`."""
-    text = target.config.get_text_config()
-    vocab_size, hidden_size = head_of(target).weight.shape
+    layers = target.config.get_text_config().per_layer_config
+    text, (vocab_size, hidden_size) = layers[-1], head_of(target).weight.shape
     inner = getattr(text, "intermediate_size", None) or 4 * hidden_size
     # A target without attention, such as Mamba, has other heads or none: ours then have a width of our own.
     attends = getattr(text, "num_attention_heads", None) is not None
@@ -209,7 +209,9 @@ def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str,
         "draft_vocab_size": vocab_size if token_map is None else len(token_map),
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": (attends and getattr(text, "head_dim", None)) or hidden_size // heads,
+        # Gemma 4 has two widths, and kernels for the greater one, 512, are few and slow.
+        "head_dim": (attends and min(getattr(layer, "head_dim", None) or 0 for layer in layers))
+        or hidden_size // heads,
         # Gemma 3n has a size for each layer.
         "intermediate_size": inner[-1] if isinstance(inner, list | tuple) else inner,
         "max_position_embeddings": positions_of(text) or POSITIONS,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def require_config(path: str | Path, field: str) -> None:
 def check_sizes(config: PretrainedConfig, path: str | Path, field: str) -> None:
     """Require sizes of at least 1 in a causal LM's config."""
     text = config.get_text_config()
-    for name in (*SIZES, POSITIONS):
-        value = getattr(text, name, None)
+    layers = text.per_layer_config if text.is_heterogeneous else [text]
+    for layer, name in product(layers, (*SIZES, POSITIONS)):
+        value = getattr(layer, name, None)
         if isinstance(value, int):
             at_least(1).check(f"{field}: {name} of {path}", value)
 

@@ -33,7 +33,12 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:
     """Return the norm after the last layer, under any family's name; None without one, or one without weights."""
-    norms = [part for part in decoder_of(model).children() if any(p.ndim == 1 for p in part.parameters(False))]
+    norms = [
+        part
+        for name, part in decoder_of(model).named_children()
+        # Gemma 3n and 4 also have a norm of the embeddings that each layer adds.
+        if not name.startswith("per_layer") and any(p.ndim == 1 for p in part.parameters(False))
+    ]
     return norms[-1] if norms else None
 
 
@@ -46,6 +51,16 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[nn.Module]:
             f"found {type(target).__name__}"
         )
     return list(layers)
+
+
+def check_apart(model: PreTrainedModel, field: str) -> None:
+    """Raise an `InputError` if layers do not work without the others: Gemma 3n's and some of Gemma 4's."""
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if value := getattr(model.config.get_text_config(), name, 0):
+            raise InputError(
+                f"{field}: expected layers with keys and embeddings of their own, found {type(model).__name__} with "
+                f"{name} {value}"
+            )
 
 
 def check_layers(depths: Sequence[int], layers: int, field: str) -> None:

@@ -7,7 +7,7 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import decoder_of
+from draftsmith.decode.cache.features import check_apart, decoder_of
 from draftsmith.decode.errors import InputError
 
 
@@ -23,11 +23,7 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
         InputError: missing or unordered layers, or a target whose layers share keys or are not in one list.
     """
     config = target.config.get_text_config()
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise InputError(
-            f"target: expected layers with keys of their own, found {type(target).__name__}, whose last "
-            f"{config.num_kv_shared_layers} read an earlier layer's"
-        )
+    check_apart(target, "target")
     depth: int = config.num_hidden_layers
     if isinstance(layers, int):
         if not 1 <= layers <= depth:
@@ -51,10 +47,13 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
             attributes = vars(module)
             attributes |= {name: i for name in ("layer_idx", "layer_id") if name in attributes}
     config = draft.config.get_text_config()
+    overrides = config.to_dict().get("per_layer_config") or {}  # of layers that differ in their sizes
     for name, value in list(vars(config).items()):
         if name.endswith("_only_layers") and isinstance(value, list):  # indices of layers
             setattr(config, name, [indices.index(index) for index in value if index in indices])
         elif "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
             setattr(config, name, [value[index] for index in indices])  # for example layer_types
     config.num_hidden_layers = len(indices)
+    if config.is_heterogeneous:
+        config.per_layer_config = {i: overrides.get(str(index), {}) for i, index in enumerate(indices)}
     return draft

@@ -121,7 +121,7 @@ def _check_masks(draft: "Part") -> "Finding":
         tree = tree_of(draft.model.config)
     except InputError as error:
         text = str(error).removeprefix("parallel draft: ")
-        return Finding("error", "parallel", text, "write into its config.json what it was trained with")
+        return Finding("error", "parallel", text, "take a draft as `distill --parallel` writes it")
     tokens = "tokens" if length is None else f"{length} tokens"
     text = f"drafts {tokens} in one forward (--parallel_draft), with token {mask} for a mask"
     if tree is not None:

@@ -11,6 +11,7 @@ tokens of the text and masks in any order.
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import follows_one_path
 from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
@@ -45,7 +46,12 @@ def check_depth(tree: Tree, config: PretrainedConfig) -> None:
 
 
 def mask_token_of(model: PreTrainedModel) -> int:
-    """Return a parallel draft's mask token, or raise an InputError if its config has none in the vocabulary."""
+    """Return a parallel draft's mask token, or raise an InputError without one, or if masks would change the text."""
+    if follows_one_path(model.config):
+        raise InputError(
+            f"parallel draft: expected layers with attention alone, found {type(model).__name__}, whose layers no mask "
+            "parts"
+        )
     config = model.config.get_text_config()
     token = getattr(config, MASK_TOKEN, None)
     if not isinstance(token, int) or not 0 <= token < config.vocab_size:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import follows_one_path
 from draftsmith.decode.cache.attention import implementation_of
 from draftsmith.decode.cache.kernels import additive_mask
 from draftsmith.decode.draft_models.vocabulary import token_count
@@ -136,13 +135,10 @@ def require_masks(draft: PreTrainedModel) -> None:
     Texts must have the hidden states that they have without masks, and masks those of a plain forward over their prefix
     and themselves. The draft must have the device and attention of its training.
     """
-    if follows_one_path(draft.config):
-        found = f"{type(draft).__name__}, whose layers no mask parts"
-        raise InputError(f"draft: expected a draft whose layers have attention alone, found {found}")
-    training, alike = draft.training, False
+    token, training, alike = mask_token_of(draft), draft.training, False
     draft.eval()
     try:
-        token, device = mask_token_of(draft), draft.device
+        device = draft.device
         text = torch.randint(
             draft.config.get_text_config().vocab_size, (7,), generator=torch.Generator().manual_seed(0)
         )

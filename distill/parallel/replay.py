@@ -111,7 +111,7 @@ def _drafts(
     # The block spans the whole text, so that layers with a window keep all of it: masks go back to its beginning.
     cached = CachedModel(model, 1, context + 1, block=context + max(at_a_time, depth))
     with held_states(model) as logits_at:
-        cached.prefill(sequence[None, :-1])
+        cached.prefill(sequence[None, :-1], keep=context)  # whose head sees one all the same
 
     def score(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ends = [] if sampler.context_free else (text.prompt_length + starts_E + offsets_E).tolist()

@@ -25,6 +25,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 from transformers.utils.generic import ContextManagers
 
+from draftsmith.decode.cache.features import check_apart
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.mtp.config import MtpTrainingConfig
@@ -109,6 +110,7 @@ def promise(config: PretrainedConfig, layers: int, names: Iterable[str] = ()) ->
 def make_layers(target: PreTrainedModel, layers: int, names: Iterable[str] = ()) -> MtpModel:
     """Return MTP layers of a target without weights of use, or raise an InputError if its family can't have them."""
     name = type(target).__name__
+    check_apart(target, "drafter")
     with (
         promise(target.config, layers, names),
         reading_errors("drafter", f"MTP layers that the library makes for {name}"),

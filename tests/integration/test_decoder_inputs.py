@@ -8,7 +8,7 @@ import torch
 from conftest import perturbed, tiny_llama
 from families import tiny_model
 from gemma import seeing_gemma, tiny_gemma
-from specimens import wavering
+from specimens import block, eagle, parallel, wavering
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -32,16 +32,19 @@ from draftsmith.decode import (
     HybridProposer,
     InputError,
     LookaheadProposer,
+    ParallelDraftProposer,
     RunAheadProposer,
     Tree,
     autoregressive_generate,
     early_exit,
+    replay_acceptance,
     speculative_decode,
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, check_rollback
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, EagleProposer, MedusaHeads, MedusaProposer
+from draftsmith.medusa.mtp.native import make_layers
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -361,21 +364,27 @@ def test_stop_strings_of_a_generation_config_are_obeyed(target, draft, tokenizer
         speculative_generate(target, DraftModelProposer(draft), ids, generation_config=config)
 
 
-def test_layers_that_share_keys_are_served(monkeypatch):
-    """Gemma 3n's last layers read the keys of an earlier one: their own are never written."""
-    model = tiny_model("gemma3n")
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_layers_that_share_keys_are_served(name):
+    """The last layers of Gemma 3n and 4 read the keys of an earlier one: their own are never written."""
+    model = tiny_model(name)
     ids = torch.randint(1, 64, (3, 9), generator=torch.Generator().manual_seed(0))
     library = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
-    eos = int(library[0, 11])
-    for proposer in (DraftModelProposer(model), DraftModelProposer(model, tree), PromptLookupProposer()):
-        out = speculative_generate(model, proposer, ids, **GREEDY)
-        assert torch.equal(out.sequences, library)
-        speculative_generate(model, proposer, ids, eos_token_id=eos, **GREEDY)  # a row ends before the others
-    with pytest.raises(
-        InputError, match=r"target: expected layers with keys of their own, found Gemma3n\w+, whose last"
-    ):
-        early_exit(model, 1)
+    eos, options = int(library[0, 11]), GREEDY | {"draft_length": 3}
+    proposers = [DraftModelProposer(model), DraftModelProposer(model, tree), PromptLookupProposer()]
+    proposers.append(ParallelDraftProposer(parallel(model)))
+    proposers += [EagleProposer(eagle(model)), BlockProposer(block(model))] if name == "gemma4" else []
+    for proposer in proposers:
+        for rows in (slice(None), slice(1)):
+            out = speculative_generate(model, proposer, ids[rows], **options)
+            assert torch.equal(out.sequences, library[rows])
+        (text,) = replay_acceptance(model, proposer, library[rows], [9], [3], 0, max_new_tokens=8).texts
+        assert text.counts[3].num_accepted_tokens == out.counts.num_accepted_tokens
+        speculative_generate(model, proposer, ids, eos_token_id=eos, **options)  # a row ends before the others
+    for take in (early_exit, make_layers):
+        with pytest.raises(InputError, match=r": expected layers with keys and embeddings of their own, found Gemma"):
+            take(model, 1)
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,10 @@ def test_a_parallel_draft_is_told_with_its_mask(pair_dirs, tmp_path, capsys):
     rewrite(tmp_path / "parallel", pard_token=10**6)
     code, lines, _, _ = check(capsys, target, tmp_path / "parallel")
     assert code == 2 and "expected pard_token in the config, a token below" in lines["parallel"]
+    tokenizer = load_tokenizer(draft)
+    save_model(tiny_model("lfm2", vocab_size=len(tokenizer), pard_token=pad), tokenizer, tmp_path / "states")
+    code, lines, _, _ = check(capsys, target, tmp_path / "states")
+    assert code == 2 and lines["parallel"].startswith("✗ expected layers with attention alone, found Lfm2ForCausalLM")
 
 
 def test_a_parallel_draft_costs_one_forward_a_round(target, tmp_path, monkeypatch):

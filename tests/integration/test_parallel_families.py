@@ -5,6 +5,7 @@ import torch
 from families import tiny_model
 from transformers import PreTrainedModel
 
+from draftsmith.decode import ParallelDraftProposer
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.parallel import model as parallel_draft
 from draftsmith.distill.parallel.chains import make_chains
@@ -14,7 +15,7 @@ from draftsmith.train.losses.output_head import last_hidden
 KEEPS = [
     "llama", "qwen2", "qwen2-window", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt-neox", "phi", "phi3", "opt",
 ]  # fmt: skip
-REFUSED = ["bloom", "mamba"]
+REFUSED = ["bloom", "mamba", "lfm2"]
 MASK, LENGTH = 3, 24
 
 
@@ -57,10 +58,11 @@ def test_hidden_states_are_those_of_plain_forwards(name, attention):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_does_not_keep_to_the_mask_is_refused(name):
     model = build(name, "eager").train()
-    with pytest.raises(
-        InputError, match=rf"^(parallel: expected a family|draft: expected a draft).*, found {type(model).__name__}"
-    ):
-        require_masks(model)
+    for refuse in (require_masks, ParallelDraftProposer):
+        with pytest.raises(
+            InputError, match=f"^parallel draft: expected layers with attention alone, found {type(model).__name__}"
+        ):
+            refuse(model)
     assert model.training
 
 

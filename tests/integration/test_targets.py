@@ -35,6 +35,7 @@ from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import NOT_HERE
 from draftsmith.scripts.settings import Settings, load_fastest
 from draftsmith.train.lora import add_lora
+from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import empty_model, load_model, load_tokenizer
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
@@ -43,11 +44,16 @@ from draftsmith.train.teacher.target_ends import load_ends, save_ends
 NOT_ROLLED_BACK = ["gpt-neo"]
 IN_CHAINS = ["qwen3-5", "qwen3-next", "lfm2", "granite-hybrid", "nemotron-h", "mamba2"]
 EAGER = [*IN_CHAINS, "deepseek-v32", "llama4"]
-DECODED = [*EAGER, "bloom", "mixtral", "qwen3-moe", "deepseek-v3", "gemma3-images"]
+DECODED = [*EAGER, "bloom", "gemma4", "mixtral", "qwen3-moe", "deepseek-v3", "gemma4-moe", "gemma3-images"]
 TARGETS = [*NOT_ROLLED_BACK, *DECODED]
 NO_LAYERS = "target: expected a model whose decoder has its layers in `layers`"
 REFUSALS = {
     **{("carve", family): "init: expected weights that fit the carved config" for family in ("llama4", "deepseek-v3")},
+    (
+        "plan of carving",
+        "gemma4-moe",
+    ): "init: expected weights that fit the carved config",  # the last one is full
+    **{(name, "gemma4"): "target: expected layers with keys and embeddings" for name in ("carve", "plan of carving")},
     **{
         (name, family): NO_LAYERS
         for name in ("features", "plan of features", "eagle", "block")
@@ -351,7 +357,7 @@ def test_a_draft_without_rollback_learns_no_parallel_drafting(place, capsys):
     target = place("qwen3-5")
     flags = [*learned(target, "parallel"), "--draft", str(target / "target"), "--parallel", "2"]
     said = refusal(lambda: distill_command.main(flags), capsys)
-    assert said.startswith("draft: expected a draft whose layers have attention alone, found Qwen3_5ForCausalLM")
+    assert said.startswith("parallel draft: expected layers with attention alone, found Qwen3_5ForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -374,7 +380,9 @@ def test_encoders_are_refused_as_they_are_loaded(build, found, tokenizer, tmp_pa
 @pytest.mark.parametrize("family", [name for name in TARGETS if name not in ("gpt-neo", "bloom")])
 def test_the_ends_of_a_target_have_its_last_norm(family, place, tmp_path):
     path = place(family) / "target"
-    target = load_model(path)
+    target, seen = load_model(path), list[torch.Tensor]()
+    last_norm(target).register_forward_hook(lambda *args: seen.append(args[-1]))
+    assert torch.equal(last_hidden(target, input_ids=torch.arange(3, 9)[None]), seen[-1])
     save_ends(target, tmp_path / "ends.safetensors")
     (weight,) = (p for _, p in last_norm(load_ends(tmp_path / "ends.safetensors", str(path))).named_parameters())
     assert torch.equal(weight, last_norm(target).weight)

@@ -85,7 +85,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Gemma4TextConfig,
         {name: value for name, value in GEMMA.items() if name != "query_pre_attn_scalar"}
         | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", FULL] * 2}
-        | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+        | {"global_head_dim": 16, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8},
     ),
     "gpt2": (GPT2Config, {}),
     "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
@@ -123,6 +123,13 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {**GROUPED, "num_local_experts": 4}),
     "qwen3-moe": (Qwen3MoeConfig, {**GROUPED, **SPARSE, "head_dim": 8}),
     "deepseek-v3": (DeepseekV3Config, LATENT),
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        FAMILIES["gemma4"][1]
+        | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 16},
+    ),
 }
 # Those with a recurrent or convolution state, in layers of their own or beside an attention.
 STATEFUL: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {

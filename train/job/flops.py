@@ -67,11 +67,11 @@ class Work:
         numbers = {module: _multiply_adds(module, used) for module in model.modules() if module is not head}
         trained = sum(n for module, n in numbers.items() if n and next(module.parameters()).requires_grad)
         decoder = sum(numbers.values())
-        layers = sum(kind not in STATES for kind in layer_kinds(config)[0])
         attention = 0
-        if layers:
-            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            attention = 2 * layers * config.num_attention_heads * width
+        for layer, kind in zip(config.per_layer_config, layer_kinds(config)[0], strict=True):
+            if kind not in STATES:
+                heads = layer.num_attention_heads
+                attention += 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
         logits = _multiply_adds(head)
         kept_D = kept_tokens(model.config)
         if kept_D is not None and has_whole_head(model):
