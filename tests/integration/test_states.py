@@ -26,6 +26,9 @@ from draftsmith.decode.replay.texts import model_distributions
 from draftsmith.decode.sampling import Sampler
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
+APART = {"nemotron-h": 2e-2}
+"""Logits of single steps and of whole texts differ by 2e-4 at most in float32, by 1e-13 in float64 throughout. But in
+the library a step of Nemotron-H has no `time_step_min`, which a whole text has: that is 1e-2 in float64 too."""
 every_state = pytest.mark.parametrize("name", STATEFUL)
 
 
@@ -53,7 +56,7 @@ def test_blocks_return_to_any_accepted_token(name):
         logits = cached.feed(blocks, [len(text) - 1 for text in texts])
         for row, text in enumerate(texts):
             expected = model(torch.cat([text, blocks[row, 1:]])[None], use_cache=False).logits[0, -5:]
-            torch.testing.assert_close(logits[row], expected, atol=2e-2, rtol=0)
+            torch.testing.assert_close(logits[row], expected, atol=APART.get(name, 1e-3), rtol=0)
         # All, none or some stand, and a correction follows.
         kept = torch.randint(0, 5, (len(texts),), generator=generator).tolist()
         texts = [
@@ -101,7 +104,8 @@ def test_saved_rows_go_on_elsewhere(name):
     other.restore([cached.saved(1, 3), [], cached.saved(0, 6)])
     logits = other.feed(torch.stack([second[-1:], first[:1], first[-1:]]), [3, 0, 6])
     for row, text in enumerate([second, first[:1], first]):
-        torch.testing.assert_close(logits[row, 0], model(text[None], use_cache=False).logits[0, -1], atol=2e-2, rtol=0)
+        expected = model(text[None], use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits[row, 0], expected, atol=APART.get(name, 1e-3), rtol=0)
 
 
 @every_state
