@@ -443,7 +443,6 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
     [
         ("vllm", "✓ they name no tree, so that each reader takes its own default; vLLM reads them as they are, and "),
         ("fasterdecoding", "✓ they name no tree, so that each reader takes its own default; vLLM reads them as "),
-        ("modelopt", "! they name no tree, so that each reader takes its own default; vLLM does not read modelopt's"),
     ],
 )
 def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(format, said, plain, heads, tmp_path, capsys):

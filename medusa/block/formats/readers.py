@@ -25,8 +25,8 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
 
     A block begins at each of T positions, and sees the features before it; `before` gives the tokens before its
     guesses. For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the
-    Markov head, DFlash 2's selector or Domino's GRU adds, and the confidence head's logit; zeros
-    without them. Domino is read as SGLang does: `models/dflash.py`, `speculative/domino_utils.py`.
+    Markov head, DFlash 2's selector or Domino's GRU adds, and the confidence head's logit; zeros without them. Domino
+    is read as SGLang does: `models/dflash.py`, `speculative/domino_utils.py`.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = flatten_fields(raw)
