@@ -44,10 +44,9 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
         """Require a cache's features, and a head for its loss; freeze a confidence head whose loss is not wanted."""
         super().check_heads()
         side_head = self.heads.side_head
-        for name in ("rounds_weight", "plain_weight", "plain_until"):
-            if (found := getattr(self.config, name)) and (side_head is None or side_head.candidates):
-                reason = "without a head that adds logits" if side_head is None else f"with a {side_head.title}"
-                raise InputError(f"{name}: expected 0 {reason}, found {found:g}")
+        if (found := self.config.plain_until) and (side_head is None or side_head.candidates):
+            reason = "without a head that adds logits" if side_head is None else f"with a {side_head.title}"
+            raise InputError(f"plain_until: expected 0 {reason}, found {found:g}")
         head = self.heads.confidence_head
         if head is not None and not self.config.confidence:
             head.requires_grad_(False)  # DDP and weight decay must not touch a head without a loss

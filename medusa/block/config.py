@@ -8,14 +8,12 @@ from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 
 INITS = ("auto", "look_back", "last_layers", "random")
-SPECULATORS = ("DFlash", "DSpark", "XPress", "DFlash2")
+SPECULATORS = ("DFlash", "DSpark", "DFlash2")
 """Kinds of block drafters in the speculators library."""
 FAMILIES = (*SPECULATORS, "Domino")
 """Kinds of block drafters, as other tools name them."""
 MADE = ("layer_ids", "mask_token", "sliding_window", "conv_kernel_size", "causal")
 """Fields that describe only new drafters."""
-ROUNDS = 3
-"""The rounds over a block whose loss `rounds_weight` weighs."""
 DFLASH = {"anchor_guesses": False, "markov_rank": 0}
 """The fields of DFlash's drafters, where the defaults are DSpark's."""
 
@@ -43,9 +41,6 @@ class BlockTrainingConfig(HeadsConfig):
     markov_rank: int | None = None
     """The rank of the Markov head, which tells each guess the token before it (DSpark); 0 for none (DFlash). If not
     given, 256 or the target's width if that is less. `heads` without such a head get one of this rank."""
-    xpress_rank: int = 0
-    """The rank of XPress's refiner, which tells each guess all slots' states and tokens before it, in place of the
-    Markov head; XPress's is 256, with `anchor_guesses: false`. `heads` without such a head get one of this rank."""
     selector_rank: int = 0
     """The rank of DFlash 2's selector, which chooses each guess among the 16 most likely ones by the token before it,
     in place of the Markov head; DFlash 2's is 256, with `anchor_guesses: false`. The guesses learn without it, and it
@@ -58,11 +53,6 @@ class BlockTrainingConfig(HeadsConfig):
     Domino's is 256. `heads` without such a head get one of this rank."""
     pure_draft_prefix_len: int = 1
     """The first guesses of a block that a new recurrent head leaves as they are: 1 as published and in SGLang."""
-    rounds_weight: float = 0.0
-    """The weight of the mean loss of three rounds over each block, in which the head that adds logits sees the guesses
-    of the round before in place of the text, as in servers that refine a block so. The published XPress has 0.3."""
-    plain_weight: float = 0.0
-    """The weight of the guesses' loss without the head that adds logits. The published XPress has 0.6."""
     plain_until: float = 0.0
     """The part of training in which the loss moves from the guesses without the head that adds logits to those with it,
     in equal steps; 0 for none. The published Domino has 1."""
@@ -93,9 +83,9 @@ class BlockTrainingConfig(HeadsConfig):
         require(self, at_least(1) & at_most(256), "layers", "block_size")
         require(self, at_least(1), "anchors")
         require(self, at_least(self.block_size), "sliding_window")
-        ranks = ("markov_rank", "xpress_rank", "selector_rank", "domino_rank")
-        names = ("layer_ids", "mask_token", "confidence", "rounds_weight", "plain_weight", "conv_kernel_size")
-        require(self, at_least(0), *ranks, *names, "pure_draft_prefix_len")
+        ranks = ("markov_rank", "selector_rank", "domino_rank")
+        names = ("layer_ids", "mask_token", "confidence", "conv_kernel_size", "pure_draft_prefix_len")
+        require(self, at_least(0), *ranks, *names)
         if self.markov_rank is None and self.heads is None and any(getattr(self, name) for name in ranks):
             self.markov_rank = 0
         if len(on := [name for name in ranks if getattr(self, name)]) > 1:

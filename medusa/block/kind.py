@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Block(FeatureKind):
-    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark, XPress, DFlash 2, …."""
+    """A few layers on features of the target that draft a block in one forward: DFlash, DSpark, DFlash 2 and Domino."""
 
     name, title = "block", "block drafter"
     package, model_class = "draftsmith.medusa.block", "model:BlockDrafter"
@@ -27,7 +27,7 @@ class Block(FeatureKind):
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
         "draftsmith.medusa.block.config:BlockPlanConfig",
-        made=("draft_vocabulary", *MADE, "markov_rank", "xpress_rank", "selector_rank", "domino_rank"),
+        made=("draft_vocabulary", *MADE, "markov_rank", "selector_rank", "domino_rank"),
     )
     tree_key, whole_blocks = "block_tree", True
     cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"

@@ -1,4 +1,4 @@
-"""Block drafters: DFlash, DSpark, XPress, DFlash 2 and Domino.
+"""Block drafters: DFlash, DSpark, DFlash 2 and Domino.
 
 A few decoder layers draft a whole block in one forward. They see the target's features of the text, fused to one state
 for each token, and a block of slots: the embeddings of the text's last token, the anchor, and of S − 1 masks. Attention
@@ -213,7 +213,7 @@ class BlockLayer(GradientCheckpointingLayer):
 
 
 class BlockDrafter(FeatureHeads):
-    """The layers of DFlash, DSpark, XPress, DFlash 2 and Domino; embedding and output head are the target's."""
+    """The layers of DFlash, DSpark, DFlash 2 and Domino; embedding and output head are the target's."""
 
     config_class = BlockConfig
     title, field, width, tokens = "a block drafter", "block", "hidden_size", "d2t"

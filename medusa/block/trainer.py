@@ -26,7 +26,7 @@ from draftsmith.medusa.block.blocks import (
     tokens_before,
     work_of_blocks,
 )
-from draftsmith.medusa.block.config import ROUNDS, BlockTrainingConfig
+from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.heads.base import limited
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.chains import ChainPositions
@@ -173,11 +173,8 @@ class BlockTrainer(FeatureTrainer):
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
         anchored = self._anchored()
         states, shares = [learned], [1.0 - anchored]
-        if (plain := config.plain_weight + anchored) > 0:
-            states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, plain]
-        if config.rounds_weight > 0:
-            states += self._rounds(hidden_BNSH, states_ME, before_BNS, head, blocks.labels)
-            shares += [config.rounds_weight / ROUNDS] * ROUNDS
+        if anchored > 0:
+            states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, anchored]
         blocks.weights *= len(states)
         teacher = target_states.hidden, self.teacher_head
         loss = self.chain_loss(blocks, states, lambda _: learned_head, teacher, shares)
@@ -235,30 +232,6 @@ class BlockTrainer(FeatureTrainer):
         """Return the states of guesses to whose logits no head adds."""
         plain_MH = self.heads.guessing(hidden_BNSH).flatten(0, 2)
         return nn.functional.pad(plain_MH, (0, states_ME.shape[1] - plain_MH.shape[1]))
-
-    def _rounds(
-        self, hidden_BNSH: Tensor, states_ME: Tensor, before_BNS: Tensor, head: OutputHead, labels_M: Tensor
-    ) -> list[Tensor]:
-        """Return the states of guesses after the most likely guesses of the round before; first those without a head.
-
-        So servers draft that run a head over whole blocks a few times (XPress).
-        """
-        sizes, heads = self.vocabulary.sizes(self.sizes), self.heads
-        given = 1 + heads.config.silent  # the first slots' tokens before them are the text's
-        states, guessed_ME = list[Tensor](), self._plain(hidden_BNSH, states_ME)
-
-        def likeliest(_: Any, q_logits_ND: Tensor, __: Tensor) -> Tensor:
-            return q_logits_ND.argmax(-1, keepdim=True).double()
-
-        for _ in range(ROUNDS):
-            guesses_M = chunked_features(likeliest, labels_M, guessed_ME, head, None, sizes)[:, 0].long()
-            if (ids := heads.token_map) is not None:
-                guesses_M = ids.to(guesses_M.device)[guesses_M]
-            guesses_BNK = guesses_M.view(*before_BNS.shape[:2], -1)
-            mixed_BNS = torch.cat([before_BNS[..., :given], guesses_BNK[..., :-1]], dim=-1)
-            guessed_ME = self._states(hidden_BNSH, mixed_BNS).flatten(0, 2)
-            states.append(guessed_ME)
-        return states
 
     def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Call a function of states where the map of the head that adds logits is whole (ZeRO-3, FSDP2)."""

@@ -46,7 +46,6 @@ def card(
         parameters=f"{heads.num_parameters():,}",
         dtype=dtype_name(heads.dtype),
         format=format,
-        read=format in VLLM_READS,
         refusal=refusal(heads, "vllm"),
         serve=vllm_command(base or "TARGET", speculative),
         step=step,

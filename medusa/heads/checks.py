@@ -9,7 +9,6 @@ import torch
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checks import find_mismatch, shape, trained_on
 from draftsmith.medusa.heads.formats.importing import foreign_format, import_heads
-from draftsmith.medusa.heads.formats.writing import VLLM_READS
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.checkpoint import files_of, reading_errors
 from draftsmith.train.kinds.drafter import DrafterSpec
@@ -23,7 +22,7 @@ def inspect(spec: DrafterSpec) -> tuple[Part | None, Finding]:
 
     Files of other tools are read whole, because their configs do not give the heads' shape.
     """
-    # vLLM's, FasterDecoding's or ModelOpt's.
+    # vLLM's or FasterDecoding's.
     if (format := foreign_format(files_of(str(spec.path)))) is not None:
         return _inspect_foreign(spec, format)
     remedy = "give what draftsmith.medusa wrote"
@@ -48,19 +47,14 @@ def _inspect_foreign(spec: DrafterSpec, format: str) -> tuple[Part | None, Findi
     return Part(role, path, heads, Counter({stored: heads.num_parameters()}), 0), Finding("ok", role, text)
 
 
-def _foreign_finding(heads: Part, format: str) -> Finding:
-    """Report what other tools' files leave to their readers: the tree, and which tools read them."""
+def _foreign_finding(heads: Part) -> Finding:
+    """Report what other tools' files leave to their readers: the tree."""
     config = heads.model.config
     tree = "they name no tree, so that each reader takes its own default"
     if config.medusa_choices is not None:
         tree = f"they name a tree of {count_of(len(config.medusa_choices), 'node')}, which vLLM does not read"
-    if format in VLLM_READS:
-        text = f"{tree}; vLLM reads them as they are, and drafts a chain of {config.num_heads}"
-        return Finding(
-            "ok", "medusa readers", f"{text}; draftsmith export --import_from reads them for the other commands"
-        )
-    remedy = f"draftsmith export --import_from {heads.path} --output OURS, and then --format vllm"
-    return Finding("warning", "medusa readers", f"{tree}; vLLM does not read {format}'s files", remedy)
+    text = f"{tree}; vLLM reads them as they are, and drafts a chain of {config.num_heads}"
+    return Finding("ok", "medusa readers", f"{text}; draftsmith export --import_from reads them for the other commands")
 
 
 def _empty(path: str) -> MedusaHeads:
@@ -76,8 +70,8 @@ def _empty(path: str) -> MedusaHeads:
 def compare(target: Side, heads: Part) -> Iterator[Finding]:
     """Check whether Medusa heads fit the target, the tree fits them, and what other tools' files leave out."""
     yield _fits(target, heads)
-    if (format := foreign_format(files_of(heads.path))) is not None:
-        yield _foreign_finding(heads, format)
+    if foreign_format(files_of(heads.path)) is not None:
+        yield _foreign_finding(heads)
 
 
 def _fits(target: Side, heads: Part) -> Finding:

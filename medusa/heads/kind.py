@@ -34,13 +34,12 @@ class Medusa(HeadsKind):
     )
     tree_key, tree_alone = "medusa_choices", True
     figures = ("heads", "tree_nodes")
-    formats = ("own", "vllm", "fasterdecoding", "modelopt")
+    formats = ("own", "vllm", "fasterdecoding")
     launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Return whether these are heads in any format: ours, vLLM's, FasterDecoding's or ModelOpt's."""
-        theirs = "medusa_num_heads" in config or isinstance(config.get("medusa"), dict)
-        return config.get("model_type") == "medusa" or theirs
+        """Return whether these are heads in any format: ours, vLLM's or FasterDecoding's."""
+        return config.get("model_type") == "medusa" or "medusa_num_heads" in config
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Refuse files that only other tools read."""

@@ -45,11 +45,11 @@ def batch_of(trainer: BlockTrainer, samples: list[dict]) -> dict:
     return batch
 
 
-def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor, list, list[Tensor]]:
+def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor], Tensor, tuple, list[Tensor]]:
     """The target's logits of one text, (T, V), the drafter's by guess, (T − 1 − k, D) each, its slots, and others.
 
-    These are the same without a head, and after those of the round before, with their weights in the loss; last those
-    of a head that chooses among candidates, of all tokens.
+    These are the same without a head, with their weight in the loss, and those of a head that chooses among
+    candidates, of all tokens.
     """
     ids, drafter, target = torch.tensor([sample["input_ids"]]), trainer.heads, trainer.target
     with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
@@ -68,16 +68,10 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
 
     plain = drafter.logits(guessing, None, head)
     anchored = 1 - 2 / (8 * config.plain_until) if config.plain_until else 0.0
-    others, q = [(1.0 if trainer.chooses else config.plain_weight + anchored, by_guess(plain))], plain
-    for _ in range(3 if config.rounds_weight else 0):
-        likeliest = q[..., : len(trainer.processing_class)].argmax(-1)
-        tokens = likeliest if drafter.token_map is None else drafter.token_map[likeliest]
-        mixed = torch.cat([before[:, : 1 + silent], tokens[:, :-1]], 1)
-        q = drafter.logits(guessing, drafter.sides(hidden, mixed, trainer.embed), head)
-        others.append((config.rounds_weight / 3, by_guess(q)))
+    other = (1.0 if trainer.chooses else anchored, by_guess(plain))
     sides = drafter.sides(hidden, before, trainer.embed)
     every = by_guess(head.finish(head.project(guessing) + drafter.side_head.out(sides))) if trainer.chooses else []
-    return p_logits, by_guess(drafter.logits(guessing, sides, head)), hidden, others, every
+    return p_logits, by_guess(drafter.logits(guessing, sides, head)), hidden, other, every
 
 
 def choice(plain: Tensor, scores: Tensor, p_logits: Tensor, count: int) -> Tensor:
@@ -97,7 +91,7 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
         ids = torch.tensor(sample["input_ids"])
         labels = sample["input_ids"] if config.prompt_loss else sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses, hidden, others, every = guesses_of(trainer, sample)
+        p_logits, guesses, hidden, (share, plainly), every = guesses_of(trainer, sample)
         for a in range(len(ids) - 1):
             count = next((k for k in range(len(guesses)) if not {a, a + k + 1} <= columns), len(guesses))
             alpha, reached, known = config.dpace, 1.0, []
@@ -116,13 +110,13 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 value = valued(q)
                 if alpha is not None:
                     reached *= (1 - alpha) * (q.softmax(-1) * hit).sum().item() + alpha
-                values = [] if trainer.chooses else [(1.0 - others[0][0] * bool(config.plain_until), value)]
-                values += [(share, valued(other[k][a][: len(kept)])) for share, other in others if share]
+                values = [] if trainer.chooses else [(1.0 - share, value)]
+                values += [(share, valued(plainly[k][a][: len(kept)]))] if share else []
                 weighed = sum(
                     share * weight * one[name] for share, one in values for name, weight in config.terms.items()
                 )
                 if trainer.chooses:
-                    plain, scores = (logits[k][a][: len(kept)] for logits in (others[0][1], every))
+                    plain, scores = (logits[k][a][: len(kept)] for logits in (plainly, every))
                     weighed = weighed + choice(plain, scores, p_logits[a + k][kept], drafter.side_head.candidates)
                 known.append((weighed, reached, value["tvd"]))
             for k, (value, _, tvd) in enumerate(known):
@@ -148,7 +142,6 @@ def assert_same(trainer: BlockTrainer, found: Tensor, expected: Tensor) -> None:
         assert (parameter.grad - gradient).abs().max() < 3e-5 * largest
 
 
-XPRESS = {"xpress_rank": 4, "markov_rank": 0, "anchor_guesses": False, "rounds_weight": 0.3, "plain_weight": 0.6}
 DFLASH2 = {"selector_rank": 4, "markov_rank": 0, "anchor_guesses": False, "block_size": 4}
 DOMINO = {"domino_rank": 4, "markov_rank": 0}
 CASES = {
@@ -162,10 +155,6 @@ CASES = {
     "DSpark's mixture": {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0},
     "its confidence, cut vocabulary": {"divergence": {"tvd": 1.0}, "confidence": 0.5, "draft_vocabulary": 20},
     "confidence without a Markov head": {"confidence": 1.0, "markov_rank": 0},
-    "XPress": {"xpress_rank": 4, "markov_rank": 0, "anchor_guesses": False, "block_size": 4},
-    "XPress's own loss": XPRESS | {"divergence": {"cross_entropy": 0.1, "tvd": 0.9}},
-    "XPress's own loss, cut vocabulary": XPRESS | {"anchor_guesses": True, "draft_vocabulary": 20},
-    "XPress with confidence": XPRESS | {"confidence": 1.0},
     "DFlash 2": DFLASH2 | {"layers": 2},
     "DFlash 2, D-PACE, cut vocabulary": DFLASH2 | {"anchor_guesses": True, "draft_vocabulary": 20, "dpace": 0.5},
     "DFlash 2's choices, confidence": DFLASH2 | {"conv_kernel_size": 0, "confidence": 1.0, "divergence": "tvd"},
@@ -184,7 +173,7 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     if trainer.heads.side_head is not None:  # which begins with nothing
         torch.nn.init.normal_(trainer.heads.side_head.out.weight)
-    for head in (trainer.heads.refiner_head, trainer.heads.candidate_selector, trainer.heads.domino_head):
+    for head in (trainer.heads.candidate_selector, trainer.heads.domino_head):
         for parameter in () if head is None else head.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.state.max_steps, trainer.state.global_step = 8, 2
@@ -196,7 +185,7 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     assert_same(trainer, loss, eager(trainer, samples) / 100)
 
 
-@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2", "Domino"])
+@pytest.mark.parametrize("case", ["DSpark", "DFlash 2", "Domino"])
 def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, temperature=T, anchors=ALL, **CASES[case]))
     dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
@@ -228,11 +217,9 @@ def test_a_few_anchors_stand_for_all(pipeline, tmp_path, untrained):
     torch.testing.assert_close(few, every, rtol=0.06, atol=0)
 
 
-@pytest.mark.parametrize("case", ["DSpark", "XPress", "DFlash 2", "Domino"])
+@pytest.mark.parametrize("case", ["DSpark", "DFlash 2", "Domino"])
 def test_evaluation_counts_what_the_guesses_are(pipeline, tmp_path, untrained, case):
     trainer = untrained(block_configured(pipeline, tmp_path, **CASES[case]))
-    if trainer.heads.refiner_head is not None:
-        torch.nn.init.normal_(trainer.heads.refiner_head.readout.weight, std=3)
     if trainer.heads.candidate_selector is not None:
         for parameter in trainer.heads.candidate_selector.parameters():
             torch.nn.init.normal_(parameter)
@@ -370,22 +357,17 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2 without anchor_guesses, found 1"),
         ({"mask_token": 10_000}, "mask_token_id: expected a token below"),
         ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
-        ({"xpress_rank": 2}, "markov_rank: expected 0 with xpress_rank, found 4"),
         ({"selector_rank": 2}, "markov_rank: expected 0 with selector_rank, found 4"),
         (
-            {"selector_rank": 2, "markov_rank": 0, "plain_weight": 0.5},
-            "plain_weight: expected 0 with a candidate selector",
+            {"selector_rank": 2, "markov_rank": 0, "plain_until": 0.5},
+            "plain_until: expected 0 with a candidate selector",
         ),
         (
-            {"xpress_rank": 2, "domino_rank": 3, "markov_rank": None},
-            "xpress_rank: expected 0 with domino_rank, found 2",
+            {"selector_rank": 2, "domino_rank": 3, "markov_rank": None},
+            "selector_rank: expected 0 with domino_rank, found 2",
         ),
         ({"markov_rank": 0, "plain_until": 0.5}, "plain_until: expected 0 without a head that adds logits, found 0.5"),
         ({"plain_until": 1.5}, "plain_until: expected at least 0 and at most 1, found 1.5"),
-        (
-            {"markov_rank": 0, "rounds_weight": 0.3},
-            "rounds_weight: expected 0 without a head that adds logits, found 0.3",
-        ),
         ({"heads": "somewhere", "mask_token": 4}, "mask_token: expected none with heads, which have their own"),
     ],
 )
@@ -412,13 +394,12 @@ def test_a_dflash_drafter_gets_dsparks_heads_without_a_loss(pipeline, tmp_path, 
     losses = [trainer.compute_loss(trainer.heads, batch_of(trainer, samples)) for trainer in (first, same, larger)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     assert losses[2].item() == pytest.approx(losses[0].item(), rel=1e-6)
-    for rank, title in (("xpress_rank", "refiner"), ("domino_rank", "recurrent head")):
-        options = {"markov_rank": None, rank: 4, "plain_weight": 0.5}
-        refined = untrained(block_configured(pipeline, tmp_path / "on", **earlier, **options))
-        refined.config.plain_weight = 0.0
-        loss = refined.compute_loss(refined.heads, batch_of(refined, samples)).item()
-        assert loss == pytest.approx(losses[0].item(), rel=1e-6)
-        assert f" and a new {title}" in capsys.readouterr().err
+    options = {"markov_rank": None, "domino_rank": 4, "plain_until": 0.5}
+    recurrent = untrained(block_configured(pipeline, tmp_path / "on", **earlier, **options))
+    recurrent.config.plain_until = 0.0
+    loss = recurrent.compute_loss(recurrent.heads, batch_of(recurrent, samples)).item()
+    assert loss == pytest.approx(losses[0].item(), rel=1e-6)
+    assert " and a new recurrent head" in capsys.readouterr().err
     chosen = untrained(block_configured(pipeline, tmp_path / "on", **earlier, markov_rank=None, selector_rank=4))
     assert " and a new candidate selector" in capsys.readouterr().err
     assert (chosen.heads.config.selector_rank, chosen.heads.config.conv_kernel_size) == (4, 0)

@@ -84,10 +84,6 @@ def blocks():
     return block(target(), enable_confidence_head=True)
 
 
-def refined():
-    return block(target(), markov_rank=0, xpress_rank=3)
-
-
 def chosen():
     return block(target(), block_size=4, anchor_guesses=False, **DFLASH2)
 
@@ -112,8 +108,6 @@ SHAPES = {
     "block chain": lambda: BlockProposer(blocks()),
     "block tree": lambda: BlockProposer(blocks(), TREE),
     "block chain, windows": lambda: BlockProposer(block(target(), layers=2, layer_types=KINDS, sliding_window=5)),
-    "block chain, refined": lambda: BlockProposer(refined()),
-    "block tree, refined": lambda: BlockProposer(refined(), TREE),
     "block chain, chosen": lambda: BlockProposer(chosen()),
     "block tree, chosen": lambda: BlockProposer(chosen(), TREE),
     "block chain, recurrent": lambda: BlockProposer(recurrent()),

@@ -447,7 +447,6 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
     [
         ("vllm", "✓ they name no tree, so that each reader takes its own default; vLLM reads them as they are, and "),
         ("fasterdecoding", "✓ they name no tree, so that each reader takes its own default; vLLM reads them as "),
-        ("modelopt", "! they name no tree, so that each reader takes its own default; vLLM does not read modelopt's"),
     ],
 )
 def test_heads_of_any_tool_are_read_and_what_they_leave_unsaid_is_told(format, said, plain, heads, tmp_path, capsys):
@@ -770,7 +769,6 @@ def test_promised_mtp_layers_of_the_hub_are_looked_for(hub, tmp_path, tokenizer,
 
 
 DSPARK, DFLASH = {}, {"markov_rank": 0, "anchor_guesses": False}
-XPRESS = DFLASH | {"xpress_rank": 4}
 DFLASH2 = DFLASH | {"selector_rank": 4, "conv_kernel_size": 2}
 DOMINO = DFLASH | {"emb_dim": 4, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1}
 
@@ -791,8 +789,6 @@ DOMINO = DFLASH | {"emb_dim": 4, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1
          "✗ BLOCK/config.json: mask_token_id: expected a token below 300, a row of the target's embedding, found 3"),
         (DSPARK, "speculators", lambda path: forget(path, "sample_from_anchor"), "block slots",
          "✗ 3 slots, the anchor's guesses the next token: num_speculative_tokens is to be 3, as trained; its "),
-        (XPRESS, "speculators", lambda path: None, "block slots",
-         "✓ 3 slots, the anchor's guesses nothing: num_speculative_tokens is to be 2, as trained; vLLM 0.32 and "),
         (DFLASH2, "vllm", lambda path: None, "block slots",
          "✓ 3 slots, the anchor's guesses nothing: num_speculative_tokens is to be 2, as trained; vLLM 0.32 decodes"),
         (DOMINO, "sglang", lambda path: None, "block slots",

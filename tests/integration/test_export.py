@@ -139,7 +139,7 @@ def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
 @pytest.mark.usefixtures("in_this_process")
 def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
     expected = logits(import_heads(heads_dir))
-    launches = {"own": "# ", "fasterdecoding": "python -m medusa.inference.cli --model ", "modelopt": "# "}
+    launches = {"own": "# ", "fasterdecoding": "python -m medusa.inference.cli --model "}
     for format, start in launches.items():
         lines, _ = ran(capsys, "--heads", heads_dir, "--format", format, "--output", tmp_path / format)
         assert lines[-1].startswith(start)
@@ -249,7 +249,7 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
         (["--medusa", "H", "--output", "O"], "format: expected one, found none"),
         (["--medusa", "H", "--output", "O", "--format", "sglang"], "SGLang loads no Medusa heads"),
         (["--medusa", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, fasterdecoding"),
-        (["--draft", "D", "--format", "modelopt"], "format: expected one of vllm, sglang, found 'modelopt'"),
+        (["--draft", "D", "--format", "own"], "format: expected one of vllm, sglang, found 'own'"),
         (["--draft", "D", "--format", "vllm", "--dtype", "float16"], "dtype: expected none with a draft model"),
         (["--draft", "D", "--format", "vllm", "--draft_length", "0"], "draft_length: expected at least 1 and at"),
         (["--medusa", "H", "--output", "O", "--format", "own", "--draft_length", "2"],

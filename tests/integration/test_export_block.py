@@ -23,8 +23,6 @@ SHAPES = {
     "DSpark, confident": {"markov_rank": 4, "block_size": 3, "enable_confidence_head": True},
     "its anchor guesses nothing": {"markov_rank": 4, "block_size": 4, "anchor_guesses": False},
     "DFlash": {"block_size": 4, "anchor_guesses": False, "layers": 2},
-    "XPress": {"block_size": 4, "anchor_guesses": False, "layers": 2, "xpress_rank": 4, "num_jacobi_passes": 3},
-    "XPress, its anchor guesses": {"block_size": 3, "xpress_rank": 4, "xpress_mlp_ratio": 3},
     "Domino": {"block_size": 4, "layers": 2, "emb_dim": 4, "gru_hidden_dim": 6, "pure_draft_prefix_len": 1},
     "Domino, fill-in": {"block_size": 4, "anchor_guesses": False, "emb_dim": 3, "gru_hidden_dim": 5},
 }
@@ -44,11 +42,6 @@ SHAPES |= WINDOWS
 REFUSED = {
     ("DFlash, causal", "speculators"): "is_causal in layers of full_attention, which speculators does not have",
     **{
-        (name, format): "found XPress's refiner: vLLM 0.32 and SGLang 0.5.23 do not decode with it; take speculators$"
-        for name in ("XPress", "XPress, its anchor guesses")
-        for format in ("vllm", "sglang")
-    },
-    **{
         (name, "sglang"): "found a candidate selector, which SGLang 0.5.23 is not known to load; take vllm$"
         for name in ("DFlash 2", "DFlash 2, two-sided")
     },
@@ -64,7 +57,6 @@ CUT = {
     "DSpark, cut": {"markov_rank": 4, "block_size": 3},
     "DFlash, cut": {"block_size": 3, "anchor_guesses": False},
     "Domino, cut": {"emb_dim": 4, "gru_hidden_dim": 3, "block_size": 3, "pure_draft_prefix_len": 1},
-    "XPress, cut": {"xpress_rank": 4, "block_size": 3, "anchor_guesses": False},
 }
 SPECULATORS_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -103,7 +95,7 @@ def same(one: BlockDrafter, two: BlockDrafter) -> None:
     torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     names = ("target_layer_ids", "mask_token_id", "block_size", "anchor_guesses", "markov_rank", "rope_parameters")
     names += ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-    names += ("layer_types", "sliding_window", "is_causal", "xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
+    names += ("layer_types", "sliding_window", "is_causal")
     names += ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
     for name in (*names, "enable_confidence_head", "draft_vocab_size", "vocab_size", "num_hidden_layers"):
         assert getattr(one.config, name) == getattr(two.config, name), name
@@ -138,8 +130,7 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("name", "format"),
-    [(name, format) for name in ("DSpark, cut", "DFlash, cut") for format in ("vllm", "speculators")]
-    + [("XPress, cut", "speculators")],
+    [(name, format) for name in ("DSpark, cut", "DFlash, cut") for format in ("vllm", "speculators")],
 )
 def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, format):
     drafter = made(target, name)
@@ -243,10 +234,10 @@ WRONG = {
         "conditioning_source",
     ),
     "another head": (
-        lambda config, tensors: (config, tensors | {"refiner_head.mix_l": torch.zeros(4, 3, 3)}),
-        "refiner_",
+        lambda config, tensors: (config, tensors | {"prefix_gru.weight_hh_l0": torch.zeros(3, 1)}),
+        "prefix_gru",
     ),
-    "another head's rank": (lambda config, tensors: (config | {"xpress_rank": 4}, tensors), "heads: expected one that"),
+    "another head's rank": (lambda config, tensors: (config | {"emb_dim": 4}, tensors), "heads: expected one that"),
     "another attention": (lambda config, tensors: (config | {"attention_mode": "kda"}, tensors), "attention_mode"),
     "another Markov head": (
         lambda config, tensors: (config | {"markov_head_type": "gated"}, tensors),
@@ -294,32 +285,6 @@ def test_more_tokens_than_a_block_was_trained_for_are_refused(target, tmp_path, 
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_xpress_files_say_and_leave_out(target, tmp_path):
-    out = tmp_path / "out"
-    FORMATS.write(made(target, "XPress"), out, "speculators")
-    config = flat(out)
-    assert (config["speculators_model_type"], config["architectures"]) == ("xpress", ["XPressDraftModel"])
-    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
-    assert not config["sample_from_anchor"] and "markov_rank" not in config
-    rewritten(out, {name: value for name, value in config.items() if not name.startswith(("xpress", "num_jacobi"))})
-    read = read_block_config(out)  # what its library takes for the default
-    assert (read.xpress_rank, read.xpress_mlp_ratio, read.num_jacobi_passes) == (256, 2, 6)
-    for change, message in (
-        ({"xpress_mlp_ratio": 0}, "xpress_mlp_ratio: expected at least 1"),
-        ({"xpress_rank": 5}, "refiner_head"),
-        ({"markov_rank": 2}, "heads: expected one that adds logits, found a Markov head and a refiner"),
-        ({"speculators_model_type": "domino"}, "of dflash, dspark, xpress or dflash2, found 'domino'"),
-    ):
-        rewritten(out, config | change)
-        with pytest.raises(InputError, match=message):
-            import_block(out)
-    torch.manual_seed(0)
-    sure = BlockDrafter.of_target(target, 3, layer_ids=[0, 1], **SHAPES["XPress"], enable_confidence_head=True)
-    with pytest.raises(InputError, match=r"a confidence head, which speculators' XPress does not have; train without"):
-        FORMATS.write(sure, tmp_path / "no", "speculators")
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_what_dflash_2s_files_say_and_leave_out(target, tmp_path):
     out, zlab = tmp_path / "out", tmp_path / "zlab"
     drafter = made(target, "DFlash 2")
@@ -356,7 +321,7 @@ def test_what_dflash_2s_files_say_and_leave_out(target, tmp_path):
     [
         ({"conv_kernel_size": 0}, "a candidate selector without convolutions, which no file of DFlash 2 says; train"),
         (
-            {"selector_rank": 0, "xpress_rank": 2},
+            {"selector_rank": 0, "markov_rank": 2},
             "convolutions without a candidate selector, which no other tool knows; train with a sel",
         ),
         (
@@ -480,11 +445,3 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     lines, _ = ran(capsys, "--import_from", tmp_path / "d", "--output", tmp_path / "specforge", "--target", where)
     assert lines[-1].startswith("# a Domino drafter of 4 tokens, on the outputs of")
     same(BlockDrafter.from_pretrained(tmp_path / "specforge"), made(target, "Domino"))
-
-    made(target, "XPress").save_pretrained(tmp_path / "xpress")
-    given = ["--drafter", tmp_path / "xpress", "--target", where, "--format", "speculators", "--output", tmp_path / "x"]
-    lines, _ = ran(capsys, *given)
-    assert lines[-1] == "# of its refiner: vLLM 0.32 and SGLang 0.5.23 do not decode with it"
-    lines, _ = ran(capsys, "--import_from", tmp_path / "x", "--output", tmp_path / "own", "--target", where)
-    assert lines[-1].startswith("# an XPress drafter of 3 tokens, on the outputs of")
-    same(BlockDrafter.from_pretrained(tmp_path / "own"), made(target, "XPress"))

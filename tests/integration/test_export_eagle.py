@@ -78,11 +78,11 @@ def test_bad_input_is_one_line(heads_dir, tmp_path, capsys):
         assert message in err and err.count("\n") == 1
 
     refused(
-        "format: expected one of own, vllm, sglang, speculators, found 'modelopt'",
+        "format: expected one of own, vllm, sglang, speculators, found 'target'",
         "--heads",
         heads_dir,
         "--format",
-        "modelopt",
+        "target",
     )
     refused("by_rank: expected none with EAGLE-3 heads", "--heads", heads_dir, "--format", "vllm", "--by_rank", "true")
     refused("draft_length: expected it with vllm or sglang or speculators, found it with own", "--heads", heads_dir,

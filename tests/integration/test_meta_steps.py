@@ -64,7 +64,6 @@ STEPS = {
     "DSpark": ("block", {}),
     "DFlash": ("block", {"markov_rank": 0, "anchor_guesses": False, "layers": 2}),
     "DSpark, packed": ("block", {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0} | PACKED),
-    "XPress": ("block", {"markov_rank": 0, "xpress_rank": 8, "rounds_weight": 0.3, "plain_weight": 0.6}),
     "DFlash 2": ("block", {"markov_rank": 0, "selector_rank": 8, "anchor_guesses": False}),
     "Domino": ("block", {"markov_rank": 0, "domino_rank": 8, "plain_until": 0.5, "causal": True}),
     "DSpark, cut vocabulary": ("block", {"draft_vocabulary": 50, "divergence": "cross_entropy", "dpace": 0.5}),

@@ -57,9 +57,6 @@ STEPS = {
     "DSpark, a window, packed, few anchors": (
         "block", BLOCK | {"divergence": "tvd", "anchors": 10, "sliding_window": 16} | PACKED,
     ),
-    "XPress, packed": (
-        "block", BLOCK | {"xpress_rank": 16, "markov_rank": 0, "rounds_weight": 0.3, "plain_weight": 0.6} | PACKED,
-    ),
     "DFlash 2, packed": (
         "block", BLOCK | {"selector_rank": 16, "markov_rank": 0, "anchor_guesses": False, "layers": 2} | PACKED,
     ),

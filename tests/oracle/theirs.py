@@ -69,10 +69,8 @@ FADING = {"decay": exp(-0.25)}
 KL = {"divergence": "forward_kl"} | FADING
 MIXED = {"divergence": {"cross_entropy": 0.1, "tvd": 0.9}} | FADING
 MIXED_LOSS = {"loss_fn": '{"ce": 0.1, "tv": 0.9}'}
-XPRESS = {"xpress_rank": 32}
 SELECTOR = {"selector_rank": 16}
 TAPS = {"conv_kernel_size": 3, "conv_group_size": 8}
-PARTS = {"rounds_weight": 0.3, "plain_weight": 0.6}
 
 TWINS = {
     "DFlash": Twin(
@@ -103,23 +101,6 @@ TWINS = {
         loss=MIXED_LOSS | {"confidence_head_alpha": 0.5},
         shape=BLOCK | {"markov_rank": 16, "enable_confidence_head": True, "confidence_head_with_markov": False},
         training=MIXED | {"confidence": 0.5},
-    ),
-    "XPress": Twin(
-        type="xpress",
-        options=XPRESS,
-        loss=MIXED_LOSS,
-        shape=BLOCK | XPRESS,
-        training=MIXED | PARTS,
-        logits="logits_tf",
-        window=None,
-    ),
-    "XPress, its anchor guesses": Twin(
-        type="xpress",
-        options=XPRESS | {"sample_from_anchor": True},
-        loss=MIXED_LOSS,
-        shape={"block_size": 5} | XPRESS,
-        training=MIXED | PARTS,
-        logits="logits_tf",
     ),
     "DFlash 2": Twin(
         type="dflash2",
@@ -301,9 +282,6 @@ def main(argv: Sequence[str]) -> None:
             config = SpeculatorModelConfig.from_pretrained(path)
             config.transformer_layer_config._attn_implementation = "sdpa"
             model = SpeculatorModel.from_pretrained(path, config=config).float()
-            if twin.type == "xpress":
-                # Loading leaves this constant unset: memory's numbers stand in its place.
-                model.refiner_head.causal_tril = torch.ones(model.block_size, model.block_size).tril()
         tensors = outputs(twin, model, target, ids)
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors")
         (folder / f"{name}.json").write_text(json.dumps(model.config.to_dict(), default=str))

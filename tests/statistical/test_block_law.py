@@ -57,8 +57,8 @@ class Unrefined(BlockProposer):
 
 @pytest.mark.parametrize(
     "shape",
-    [{"xpress_rank": 3, "anchor_guesses": False, "block_size": 4}, {"xpress_rank": 3}, RECURRENT],
-    ids=["XPress, fill-in", "XPress", "Domino"],
+    [RECURRENT | {"anchor_guesses": False, "block_size": 4}, RECURRENT],
+    ids=["Domino, fill-in", "Domino"],
 )
 def test_the_q_of_an_unrefined_guess_is_caught(llama, monkeypatch, shape):  # noqa: F811
     compute_in_double(monkeypatch, llama)

@@ -193,12 +193,6 @@ SPECIMENS: dict[str, Specimen] = {
             ),
             "greedy chain": lambda target: BlockProposer(block(target), greedy=True),
             "tree": lambda target: BlockProposer(block(target, token_map=named_tokens(target)), TREE),
-            "refined chain, anchor guesses nothing": lambda target: BlockProposer(
-                block(target, block_size=LENGTH + 1, anchor_guesses=False, markov_rank=0, xpress_rank=3)
-            ),
-            "refined tree": lambda target: BlockProposer(
-                block(target, markov_rank=0, xpress_rank=3, token_map=named_tokens(target)), TREE
-            ),
             "chosen chain, anchor guesses nothing": lambda target: BlockProposer(
                 block(target, block_size=LENGTH + 1, anchor_guesses=False, **DFLASH2)
             ),

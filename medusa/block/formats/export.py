@@ -43,7 +43,7 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
 def _imported(drafter: BlockDrafter, written: str, proved: str) -> list[str]:
     layers = ", ".join(map(str, drafter.config.target_layer_ids))
     name = family(drafter.config)
-    what = f"{'an' if name[0] in 'AEIOUX' else 'a'} {name} drafter of {drafter.config.guesses} tokens"
+    what = f"a {name} drafter of {drafter.config.guesses} tokens"
     where = f"on the outputs of the target's layers {layers}, counted from 0"
     return [f"{written}, {proved}", f"{what}, {where}{drafter.config.windows}"]
 
@@ -51,8 +51,6 @@ def _imported(drafter: BlockDrafter, written: str, proved: str) -> list[str]:
 def _launch(
     name: str, speculative: dict[str, Any], drafter: BlockDrafter, format: str, target: PreTrainedModel | None
 ) -> list[str]:
-    if family(drafter.config) == "XPress":
-        return []  # no server loads it
     if format == "sglang":
         return [sglang_command(name, speculative["model"], drafter.config.block_size, "DFLASH")]
     return [vllm_command(name, speculative)] if format in ("vllm", "speculators") else []

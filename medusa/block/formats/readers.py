@@ -25,8 +25,8 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
 
     A block begins at each of T positions, and sees the features before it; `before` gives the tokens before its
     guesses. For each guess the result, (T, K, H + D + 1), holds its state after the last norm, the logits that the
-    Markov head, XPress's refiner, DFlash 2's selector or Domino's GRU adds, and the confidence head's logit; zeros
-    without them. Domino is read as SGLang does: `models/dflash.py`, `speculative/domino_utils.py`.
+    Markov head, DFlash 2's selector or Domino's GRU adds, and the confidence head's logit; zeros without them. Domino
+    is read as SGLang does: `models/dflash.py`, `speculative/domino_utils.py`.
     """
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = flatten_fields(raw)
@@ -47,31 +47,22 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             states_SH = block_layer(config, layer, weights, states_SH, seen_TH[:index])
         # DFlash's anchor guesses nothing: leave out its slot.
-        states_SH, silent = rms_norm(states_SH, tensors["norm.weight"], config), 1 - config["sample_from_anchor"]
-        states_KH = states_SH[silent:]
+        states_KH = rms_norm(states_SH, tensors["norm.weight"], config)[1 - config["sample_from_anchor"] :]
+        tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
         added_KD, sure_K1 = torch.zeros(len(states_KH), drafted), torch.zeros(len(states_KH), 1)
         markov_KR = None
         if config.get("markov_rank"):
             assert config["markov_head_type"] == "vanilla"
-            tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
             markov_KR = tensors["markov_head.markov_w1.weight"][tokens_K]
             added_KD = linear(markov_KR, tensors["markov_head.markov_w2.weight"])
-        if config.get("xpress_rank"):
-            tokens_S = [before(index, slot - silent, config["vocab_size"]) for slot in range(len(states_SH))]
-            markov_KR = refined(tensors, states_SH, torch.tensor(tokens_S))[silent:]
-            added_KD = linear(markov_KR, tensors["refiner_head.readout.weight"])
         if config.get("selector_rank"):
             of = {name.removeprefix("candidate_selector."): tensor for name, tensor in tensors.items()}
             # Our own files call the two tables by other names.
             books = [of[name if name in of else f"{name}.weight"] for name in BOOKS]
-            tokens_K = torch.tensor([before(index, guess, config["vocab_size"]) for guess in range(len(states_KH))])
             markov_KR = books[0][tokens_K] * linear(states_KH, of["hidden_projection.weight"])
             added_KD = linear(markov_KR, books[1])
         if config.get("emb_dim"):
-            before_S = torch.tensor(
-                [before(index, slot - silent, config["vocab_size"]) for slot in range(len(states_SH))]
-            )
-            markov_KR = corrections(config, tensors, states_KH, embedding(embeddings_TSH, before_S[silent:]))
+            markov_KR = corrections(config, tensors, states_KH, embedding(embeddings_TSH, tokens_K))
             added_KD = linear(markov_KR, tensors["embed_proj.2.weight"])
         if config.get("enable_confidence_head"):
             wide = [states_KH]
@@ -81,18 +72,6 @@ def block(directory: Path, features_TF: Tensor, embeddings_TSH: Tensor) -> Tenso
             sure_K1 = linear(torch.cat(wide, dim=-1), *projection)
         outputs.append(torch.cat([states_KH, added_KD, sure_K1], dim=-1))
     return torch.stack(outputs)
-
-
-def refined(tensors: dict[str, Tensor], states_SH: Tensor, before_S: Tensor) -> Tensor:
-    """Return the inputs of the map to added logits, (S, R), as speculators 0.9 does: `models/xpress`."""
-    of = {name.removeprefix("refiner_head."): tensor for name, tensor in tensors.items()}
-    mean_SH = states_SH.mean(0).expand_as(states_SH)
-    seen = linear(states_SH, of["down_h.weight"]), linear(mean_SH, of["down_g.weight"])
-    own_SR = linear(torch.cat([*seen, of["token_embed.weight"][before_S]], dim=-1), of["in_proj.weight"])
-    mixed = [x + sum(of["mix_l"][:, k, j] * own_SR[j] for j in range(k + 1)) for k, x in enumerate(own_SR)]
-    mixed_SR = torch.stack(mixed)
-    gate, up = (linear(mixed_SR, of[f"mlp_{name}.weight"]) for name in ("gate", "up"))
-    return mixed_SR + linear(silu(gate) * up, of["mlp_down.weight"])
 
 
 def corrections(config: dict[str, Any], tensors: dict[str, Tensor], states_KH: Tensor, seen_KH: Tensor) -> Tensor:

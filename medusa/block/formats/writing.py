@@ -6,7 +6,7 @@
 | `vllm`        | DFlash: z-lab's, SpecForge's | vLLM (`dflash`), and SGLang if the draft vocabulary is the whole one |
 |               | DFlash 2: z-lab's            | vLLM's runner for GPUs (`dflash`)                                   |
 |               | DSpark: DeepSpec's           | vLLM's runner for GPUs (`dspark`)                                   |
-| `speculators` | all and XPress, its fields   | the speculators library, vLLM (not XPress)                          |
+| `speculators` | all, its fields              | the speculators library, vLLM                                       |
 
 All count the target's layers from 0, by their outputs, except speculators, which counts the layers before, as vLLM's
 `eagle_aux_hidden_state_layer_ids` does (vLLM 0.32, `transformers_utils/configs/speculators/algos.py`). DFlash's blocks
@@ -78,11 +78,6 @@ def block_refusal(drafter: BlockDrafter, format: str, *_: Any) -> str | None:
     if config.selector_rank or config.conv_kernel_size:
         if (reason := _dflash2_refusal(drafter, format)) is not None:
             return reason
-    elif name == "XPress":
-        if format != "speculators":
-            return f"XPress's {drafter.side_head.title}: {drafter.side_head.served}; take speculators"
-        if drafter.confidence_head is not None:
-            return f"a confidence head, which speculators' {name} does not have; train without confidence"
     elif name == "Domino":
         if format != "sglang":
             return f"Domino's {drafter.side_head.title}, which vLLM 0.32 and speculators 0.9 do not know; take sglang"

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from draftsmith.medusa.block.heads import dflash2, domino, dspark, xpress
+from draftsmith.medusa.block.heads import dflash2, domino, dspark
 from draftsmith.medusa.block.heads.base import BlockHead, SideHead
 
-HEADS: list[type[BlockHead]] = [*dspark.HEADS, xpress.Refiner, dflash2.Selector, domino.Domino]
+HEADS: list[type[BlockHead]] = [*dspark.HEADS, dflash2.Selector, domino.Domino]
 """In the order of their tensors."""
 
 

@@ -58,8 +58,6 @@ def _launch(
         return ["# SGLang loads no Medusa heads", vllm]
     if format == "fasterdecoding":
         return [f"# {vllm}", f"python -m medusa.inference.cli --model {shlex.quote(speculative['model'])}"]
-    if format == "modelopt":
-        return ["# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
     return []
 
 

@@ -23,7 +23,6 @@ from draftsmith.medusa.heads.formats.writing import (
     FORMATS,
     LEGACY,
     PICKLED,
-    PREFIXES,
     check_format,
     tensor_names,
 )
@@ -50,7 +49,7 @@ def import_heads(
     elif format == "vllm":
         heads = _read_vllm(directory)
     else:
-        heads = _read_sequential(directory, format, target)
+        heads = _read_fasterdecoding(directory, target)
     if target is not None:
         heads.check_fits(target)
     return heads.eval()
@@ -82,7 +81,6 @@ def marks(directory: Path) -> list[str]:
         "own": config.get("model_type") == "medusa" and "hydra" in config,
         "vllm": config.get("model_type") == "medusa" and "hydra" not in config,
         "fasterdecoding": (directory / PICKLED).is_file() or (directory / LEGACY).is_file(),
-        "modelopt": isinstance(config.get("medusa"), dict),
     }
     return [format for format, is_marked in marked.items() if is_marked]
 
@@ -135,21 +133,14 @@ def _read_vllm(directory: Path) -> MedusaHeads:
     return _built(directory, config, tensors, {})
 
 
-def _read_sequential(directory: Path, format: str, target: PreTrainedModel | None) -> MedusaHeads:
-    """Read formats whose heads are sequences: blocks, then a linear map."""
+def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
+    """Read heads that are sequences: blocks, then a linear map."""
     path = directory / CONFIG
     raw = read_config(directory)
-    prefix = PREFIXES[format]
-    if format == "modelopt":
-        shape = field(raw, path, "medusa", dict)
-        heads, layers = (field(shape, path, f"num_medusa_{part}", int) for part in ("heads", "layers"))
-        # ModelOpt stores the heads in a checkpoint of the whole model; only they are read.
-        tensors = read_safetensors(shards(directory), lambda name: name.startswith(prefix))
-    else:
-        heads, layers = (field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
-        tensors = _read_fasterdecoding(directory)
-    first, last = f"{prefix}0.0.linear.weight", f"{prefix}0.{layers}.weight"
-    shared = not any(re.fullmatch(rf"{re.escape(prefix)}\d+\.{layers}\.weight", name) for name in tensors)
+    heads, layers = (field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
+    tensors = _sequences(directory)
+    first, last = "0.0.linear.weight", f"0.{layers}.weight"
+    shared = not any(re.fullmatch(rf"\d+\.{layers}\.weight", name) for name in tensors)
     if shared and target is None:
         raise InputError(f"target: expected it for heads without language-model heads, as in {directory}, found none")
     for name in (first,) if shared else (first, last):
@@ -164,7 +155,7 @@ def _read_sequential(directory: Path, format: str, target: PreTrainedModel | Non
         medusa_choices=field(raw, path, "medusa_choices", list, None),
         base_model_name_or_path=raw.get("base_model_name_or_path"),
     )
-    names = tensor_names(config, format)
+    names = tensor_names(config, "fasterdecoding")
     if shared and target is not None:
         head = head_of(target)
         config.vocab_size = config.truncated_vocab_size = len(head.weight)
@@ -176,7 +167,7 @@ def _read_sequential(directory: Path, format: str, target: PreTrainedModel | Non
     return _built(directory, config, tensors, names)
 
 
-def _read_fasterdecoding(directory: Path) -> dict[str, Tensor]:
+def _sequences(directory: Path) -> dict[str, Tensor]:
     pickled, legacy = directory / PICKLED, directory / LEGACY
     if pickled.is_file() == legacy.is_file():
         what = "both, which can differ: remove one" if legacy.is_file() else "neither"

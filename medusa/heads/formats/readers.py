@@ -112,19 +112,6 @@ def fasterdecoding(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Te
         yield linear(x, tensors[f"{k}.{layers}.weight"].float())
 
 
-def modelopt(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
-    """Read as the Medusa plugin of ModelOpt does."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["medusa"]
-    tensors = load_file(directory / "model.safetensors")
-    layers = config["num_medusa_layers"]
-    for k in range(config["num_medusa_heads"]):
-        x = hidden_NH
-        for layer in range(layers):
-            name = f"medusa_heads.{k}.{layer}.linear"
-            x = x + silu(linear(x, tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()))
-        yield linear(x, tensors[f"medusa_heads.{k}.{layers}.weight"].float())
-
-
 def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
     """Return logits over the target's vocabulary, −∞ for tokens outside of a cut one."""
     if token_map is None:
@@ -134,7 +121,7 @@ def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor
     return wide
 
 
-READERS = {"own": own, "vllm": vllm, "fasterdecoding": fasterdecoding, "modelopt": modelopt}
+READERS = {"own": own, "vllm": vllm, "fasterdecoding": fasterdecoding}
 
 
 @torch.no_grad()

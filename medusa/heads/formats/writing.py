@@ -1,11 +1,10 @@
 """Medusa heads in the formats of other tools: their names, their limits, and the proof that another process reads them.
 
-| format           | weights             | block l of head h               | language-model head of h                 |
-|------------------|---------------------|---------------------------------|------------------------------------------|
-| `own`            | `model.safetensors` | `blocks.{h}.layers.{l}.*`       | `lm_heads.{h}.*`, or `lm_head.*` for all |
-| `vllm`           | `model.safetensors` | `blocks.{h}.layers.{l}.*`       | the same, only `.weight`                 |
-| `fasterdecoding` | `medusa_lm_head.pt` | `{h}.{l}.linear.*`              | `{h}.{L}.weight`                         |
-| `modelopt`       | `model.safetensors` | `medusa_heads.{h}.{l}.linear.*` | `medusa_heads.{h}.{L}.weight`            |
+| format           | weights             | block l of head h         | language-model head of h                 |
+|------------------|---------------------|---------------------------|------------------------------------------|
+| `own`            | `model.safetensors` | `blocks.{h}.layers.{l}.*` | `lm_heads.{h}.*`, or `lm_head.*` for all |
+| `vllm`           | `model.safetensors` | `blocks.{h}.layers.{l}.*` | the same, only `.weight`                 |
+| `fasterdecoding` | `medusa_lm_head.pt` | `{h}.{l}.linear.*`        | `{h}.{L}.weight`                         |
 
 FasterDecoding's older trainer writes `medusa_lm_head.safetensors`, without language-model heads: all heads use the
 target's. That file is only read (`draftsmith.medusa.heads.formats.importing`).
@@ -29,9 +28,8 @@ from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
-FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")
+FORMATS = ("own", "vllm", "fasterdecoding")
 PICKLED, LEGACY = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
-PREFIXES = {"fasterdecoding": "", "modelopt": "medusa_heads."}
 VLLM_READS = ("vllm", "fasterdecoding")
 """Formats whose directories vLLM 0.32 loads as they are."""
 
@@ -66,9 +64,7 @@ def refusal(
         return f"a truncated vocabulary of {config.truncated_vocab_size} tokens; {ways}"
     if format == "fasterdecoding" and not all(map(_equal_layers, heads.blocks)):
         # Its `[ResBlock(hidden_size)] * layers` is one block, which loading would overwrite with the last one.
-        return (
-            f"{config.num_hidden_layers} different blocks a head, but its reader uses only one; take vllm or modelopt"
-        )
+        return f"{config.num_hidden_layers} different blocks a head, but its reader uses only one; take vllm"
     return None
 
 
@@ -76,9 +72,9 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
     """Return the size of the weights as written, usually more in vLLM's format than in ours."""
     config, kind = heads.config, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
     blocks = sum(p.numel() for name, p in heads.named_parameters() if not name.startswith("lm_head"))
-    if format in PREFIXES and not config.medusa_fc_bias:
+    if format == "fasterdecoding" and not config.medusa_fc_bias:
         blocks += config.num_heads * config.num_hidden_layers * config.hidden_size
-    count = 1 if config.original_lm_head and format not in PREFIXES else config.num_heads
+    count = 1 if config.original_lm_head and format != "fasterdecoding" else config.num_heads
     rows = config.vocab_size if format == "vllm" else config.truncated_vocab_size
     bias = int(config.lm_head_bias)
     return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
@@ -91,8 +87,10 @@ def adapt_heads(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bo
     if by_rank and format != "own":
         config.final_logit_softcapping = None
         config.logit_scale = config.logit_scale if format == "vllm" else 1.0
-    if format in PREFIXES:
-        # These formats always have biases, and no shared head: zeros and copies are exact.
+    if format == "fasterdecoding":
+        if not config.base_model_name_or_path:
+            raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
+        # It always has biases, and no shared head: zeros and copies are exact.
         config.medusa_fc_bias, config.original_lm_head = True, False
         for h in range(config.num_heads):
             tensors[f"lm_heads.{h}.weight"] = heads.lm_head_of(h).weight
@@ -105,8 +103,6 @@ def adapt_heads(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bo
         for name in [name for name in tensors if name.startswith("lm_head")]:
             # New rows are the mean of the others, so their logits are never the largest.
             tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
-    if format == "fasterdecoding" and not config.base_model_name_or_path:
-        raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
     return from_tensors(MedusaHeads, config, round_tensors(tensors, dtype))
 
 
@@ -125,9 +121,6 @@ def config_fields(heads: MedusaHeads, format: str) -> dict[str, Any]:
         names = "hidden_size vocab_size num_heads num_hidden_layers truncated_vocab_size medusa_fc_bias"
         fields = {name: getattr(config, name) for name in [*names.split(), "original_lm_head", "logit_scale"]}
         return {"architectures": ["MedusaModel"], "model_type": "medusa", **fields, **common}
-    if format == "modelopt":
-        medusa = {"num_medusa_heads": config.num_heads, "num_medusa_layers": config.num_hidden_layers}
-        return {"medusa": medusa, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, **common}
     fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_hidden_layers, **common}
     # FasterDecoding reads these from the target; vLLM, which also loads the directory, only from here.
     fields |= {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "medusa_fc_bias": True}
@@ -144,12 +137,10 @@ def notes(heads: MedusaHeads, format: str) -> list[str]:
         )
     if format == "fasterdecoding":
         lines.append("vLLM 0.32 reads this directory too, with its medusa method, as a chain")
-    if config.medusa_choices is not None and format in ("vllm", "modelopt"):
-        nodes = len(config.medusa_choices)
+    if config.medusa_choices is not None and format == "vllm":
         lines.append(
-            f"vLLM drafts the chain of each head's most likely token: the tree of {nodes} tokens is not written"
-            if format == "vllm"
-            else f"the tree of {nodes} tokens has no place in this format: give its reader medusa_choices"
+            "vLLM drafts the chain of each head's most likely token: the tree of "
+            f"{len(config.medusa_choices)} tokens is not written"
         )
     return lines
 
@@ -163,14 +154,14 @@ def _equal_layers(block: torch.nn.Module) -> bool:
 
 def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
     """Return the format's names of tensors by ours, where they differ."""
-    if format not in PREFIXES:
+    if format != "fasterdecoding":
         return {}
-    prefix, layers = PREFIXES[format], config.num_hidden_layers
-    names = {f"lm_heads.{h}.weight": f"{prefix}{h}.{layers}.weight" for h in range(config.num_heads)}
+    layers = config.num_hidden_layers
+    names = {f"lm_heads.{h}.weight": f"{h}.{layers}.weight" for h in range(config.num_heads)}
     for h in range(config.num_heads):
         for layer in range(layers):
             for part in ("weight", "bias"):
-                names[f"blocks.{h}.layers.{layer}.{part}"] = f"{prefix}{h}.{layer}.linear.{part}"
+                names[f"blocks.{h}.layers.{layer}.{part}"] = f"{h}.{layer}.linear.{part}"
     return names
 
 

@@ -7,7 +7,6 @@ from specimens import TREE, shaken
 
 from draftsmith.decode import InputError, autoregressive_generate, replay_acceptance, speculative_generate
 from draftsmith.decode.cache.features import collect_features
-from draftsmith.decode.tree import Tree
 from draftsmith.medusa import BlockDrafter, BlockProposer
 from draftsmith.medusa.block.blocks import Anchors, block_states
 from draftsmith.medusa.block.heads.base import SideHead, limited
@@ -27,8 +26,6 @@ SHAPES = {
         "is_causal": True,
     },
     "DSpark, a window": {"markov_rank": 4, "sliding_window": 5, "is_causal": False},
-    "XPress": {"xpress_rank": 4, "anchor_guesses": False, "layers": 2},
-    "XPress, anchor guesses, few tokens": {"xpress_rank": 3, "token_map": torch.tensor([1, 3, 4, 5, 6, 8])},
     "DFlash 2": {
         **{"selector_rank": 4, "selector_top_k": 5, "conv_kernel_size": 2, "conv_group_size": 4},
         **{"anchor_guesses": False, "layers": 2},
@@ -163,20 +160,6 @@ def test_blocks_are_those_of_a_naive_reimplementation(target, shape, monkeypatch
             torch.testing.assert_close(hidden[0, n], expected, rtol=0, atol=1e-6)  # angles are float32
 
 
-def refined(head, slots, before):
-    """What XPress's refiner adds to a block's logits, (S, D), by loops."""
-    of, mean, own = dict(head.named_parameters()), sum(slots) / len(slots), []
-    for slot, token in zip(slots, before, strict=True):
-        seen = [of["down_h.weight"] @ slot, of["down_g.weight"] @ mean, of["token_embed.weight"][token]]
-        own.append(of["in_proj.weight"] @ torch.cat(seen))
-    added = []
-    for k, x in enumerate(own):
-        x = x + sum(of["mix_l"][:, k, j] * own[j] for j in range(k + 1))
-        inner = torch.nn.functional.silu(of["mlp_gate.weight"] @ x) * (of["mlp_up.weight"] @ x)
-        added.append(of["readout.weight"] @ (x + of["mlp_down.weight"] @ inner))
-    return torch.stack(added)
-
-
 def chosen(head, slots, before, plain):
     """DFlash 2's scores of the most likely tokens of a block's guesses, (K, D), by loops."""
     of, scores = dict(head.named_parameters()), torch.full_like(plain, -torch.inf)
@@ -216,11 +199,6 @@ def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     naive = hidden @ weight.T
     if drafter.markov_head is not None:
         naive = naive + drafter.markov_head.markov_w1.weight[before] @ drafter.markov_head.markov_w2.weight.T
-    if (head := drafter.refiner_head) is not None:
-        naive = (
-            naive
-            + torch.stack([refined(head, *row) for row in zip(slots, before, strict=True)])[:, drafter.config.silent :]
-        )
     if (head := drafter.candidate_selector) is not None:
         naive = torch.stack([chosen(head, *row) for row in zip(slots, before, naive, strict=True)])
     if (head := drafter.domino_head) is not None:
@@ -232,29 +210,6 @@ def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     if (head := drafter.side_head) is not None:  # as it steps in decoding
         seen = drafter.read(before, embed)
         torch.testing.assert_close(head.forced(slots, seen), SideHead.forced(head, slots, seen))
-
-
-@pytest.mark.parametrize(
-    "shape", [SHAPES[name] for name in SHAPES if name.startswith("XPress")], ids=["fill-in", "all"]
-)
-def test_rounds_over_whole_blocks_end_in_the_walk(target, shape):
-    """Each settles one guess more: as many as there are guesses, never mind the first ones."""
-    drafter, ends = block(target, **shape), torch.randint(13, (50, 2), generator=torch.Generator().manual_seed(0))
-    for parameter in drafter.refiner_head.parameters():
-        torch.nn.init.normal_(parameter)
-    model, slots = BlockProposer(drafter).draft_model, torch.randn(50, 4, target.config.hidden_size)
-    model.draft_for(target)
-    count, tokens = drafter.config.guesses, torch.zeros(50, drafter.config.guesses, dtype=torch.int64)
-    logits_after = model.logits_after(Tree.chain(count), slots, ends, 13)
-    for level in Tree.chain(count).levels(torch.device("cpu")):
-        tokens[:, level.depth] = logits_after(level, tokens)[:, 0].argmax(-1)
-    guessed, equal = torch.full_like(tokens, 5), []
-    for _ in range(count):
-        before = torch.cat([ends[:, 1 - drafter.config.silent :], guessed[:, :-1]], 1)
-        logits = drafter.logits(drafter.guessing(slots), drafter.sides(slots, before, model.embed), model.head)
-        guessed = drafter.widened(logits).argmax(-1)
-        equal.append((guessed == tokens).float().mean().item())
-    assert equal[-1] == 1 and equal == sorted(equal) and equal[0] < 0.9
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
@@ -331,11 +286,7 @@ def test_it_is_saved_and_loaded_with_safetensors(target, tmp_path):
         ({"block_size": 1, "anchor_guesses": False}, "block_size: expected at least 2"),
         ({"token_map": torch.tensor([1, 1])}, "token_map: expected different ids below 13"),
         ({"markov_rank": -1}, "markov_rank: expected at least 0"),
-        (
-            {"markov_rank": 2, "xpress_rank": 2},
-            "heads: expected one that adds logits, found a Markov head and a ref",
-        ),
-        ({"xpress_rank": 2, "num_jacobi_passes": 0}, "num_jacobi_passes: expected at least 1"),
+        ({"markov_rank": 2, "emb_dim": 2}, "heads: expected one that adds logits, found a Markov head and a recurrent"),
         ({"selector_rank": 2, "selector_top_k": 14}, "selector_top_k: expected at least 1 and at most 13, found 14"),
         ({"selector_rank": 2}, "selector_top_k: expected at least 1 and at most 13, found 16"),
         ({"conv_kernel_size": 9}, "conv_kernel_size: expected at least 0 and at most 8, found 9"),
@@ -382,14 +333,8 @@ def test_layers_are_those_of_the_papers():
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "shape",
-    [
-        {"markov_rank": 3},
-        {"anchor_guesses": False},
-        {"xpress_rank": 3, "anchor_guesses": False},
-        SHAPES["DFlash 2"],
-        SHAPES["Domino"],
-    ],
-    ids=["DSpark", "DFlash", "XPress", "DFlash 2", "Domino"],
+    [{"markov_rank": 3}, {"anchor_guesses": False}, SHAPES["DFlash 2"], SHAPES["Domino"]],
+    ids=["DSpark", "DFlash", "DFlash 2", "Domino"],
 )
 def test_a_drafter_in_bfloat16_drafts_for_a_target_in_float32(target, shape, tree):
     """As `measure` chooses on CPUs; replay counts what the decoder counts."""

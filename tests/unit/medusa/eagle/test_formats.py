@@ -207,8 +207,8 @@ def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
         "features after the last of 8 layers, which SGLang does not take; take vllm"
     )
     assert "one depth" in str(eagle_refusal(EagleHeads.of_target(target, layer_ids=[2]), "sglang"))
-    with pytest.raises(InputError, match=r"^format: expected one of own, vllm, sglang, speculators, found 'modelopt'$"):
-        FORMATS.write(made(), tmp_path / "out", "modelopt")
+    with pytest.raises(InputError, match=r"^format: expected one of own, vllm, sglang, speculators, found 'target'$"):
+        FORMATS.write(made(), tmp_path / "out", "target")
     with pytest.raises(
         InputError, match=r"^target: expected it for speculators' files, which hold its embeddings, found"
     ):

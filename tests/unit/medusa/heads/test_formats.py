@@ -229,20 +229,15 @@ def test_the_reader_of_vllm_skips_names_and_misses_none(tmp_path, lacking):
         readers.logits("vllm", there, hidden(), torch.zeros(5, K, H))
 
 
-def test_names_and_zeros_of_the_sequential_formats(tmp_path):
+def test_names_and_zeros_of_fasterdecoding(tmp_path):
     heads = made(2, shared=True)
     expected = {f"{h}.{i}.linear.{p}" for h in range(K) for i in range(2) for p in ("weight", "bias")}
     expected |= {f"{h}.2.weight" for h in range(K)}
-    for format, prefix in (("fasterdecoding", ""), ("modelopt", "medusa_heads.")):
-        there = export(equal_blocks(heads), tmp_path / format, format)
-        found = tensors(there)
-        assert set(found) == {prefix + name for name in expected}
-        assert not found[f"{prefix}1.0.linear.bias"].any()
-        for h in range(K):
-            assert torch.equal(found[f"{prefix}{h}.2.weight"], heads.lm_head.weight)
-    config = json.loads((tmp_path / "modelopt" / "config.json").read_text())
-    assert config["medusa"] == {"num_medusa_heads": K, "num_medusa_layers": 2}
-    config = json.loads((tmp_path / "fasterdecoding" / "config.json").read_text())
+    there = export(equal_blocks(heads), tmp_path / "f", "fasterdecoding")
+    found, config = tensors(there), json.loads((there / "config.json").read_text())
+    assert set(found) == expected and not found["1.0.linear.bias"].any()
+    for h in range(K):
+        assert torch.equal(found[f"{h}.2.weight"], heads.lm_head.weight)
     assert config["medusa_num_heads"] == K and config["medusa_num_layers"] == 2
 
 
@@ -252,7 +247,6 @@ def test_trees_are_kept_or_told_of(tmp_path):
     assert import_heads(tmp_path / "f").config.medusa_choices == CHOICES
     assert ALL.write(heads, tmp_path / "o", "own") == []
     assert "the tree of 4 tokens is not written" in ALL.write(heads, tmp_path / "v", "vllm")[0]
-    assert "medusa_choices" in ALL.write(heads, tmp_path / "m", "modelopt")[0]
     assert import_heads(tmp_path / "v").config.medusa_choices is None
 
 
@@ -346,26 +340,16 @@ def test_reads_what_the_trainer_of_fasterdecoding_left(tmp_path, target, tail):
         import_heads(there, target=tiny_llama(hidden=16))
 
 
-def test_reads_the_heads_inside_of_a_modelopt_checkpoint(tmp_path):
-    a, b, s, p, q = randoms((H, H), (H, H), (H,), (V, H), (V, H))
+def test_reads_weights_in_several_files(tmp_path):
+    a, b, p, q = randoms((H, H), (H, H), (V, H), (V, H))
     shards = {
-        "model-1.safetensors": {
-            "medusa_heads.0.0.linear.weight": a,
-            "medusa_heads.0.0.linear.bias": s,
-            "lm_head.weight": p,
-        },
-        "model-2.safetensors": {"medusa_heads.1.0.linear.weight": b, "medusa_heads.1.0.linear.bias": s},
-        "model-3.safetensors": {"medusa_heads.0.1.weight": p, "medusa_heads.1.1.weight": q},
+        "model-1.safetensors": {"blocks.0.layers.0.weight": a, "lm_heads.0.weight": p},
+        "model-2.safetensors": {"blocks.1.layers.0.weight": b, "lm_heads.1.weight": q},
     }
-    config = {
-        "model_type": "llama",
-        "num_attention_heads": 4,
-        "medusa": {"num_medusa_heads": 2, "num_medusa_layers": 1},
-    }
-    there = directory(tmp_path / "m", config, shards)
+    there = directory(tmp_path / "m", VLLM | {"num_heads": 2, "num_hidden_layers": 1}, shards)
     index = {"weight_map": {name: file for file, content in shards.items() for name in content}}
     (there / "model.safetensors.index.json").write_text(json.dumps(index))
-    torch.testing.assert_close(logits(import_heads(there)), by_hand((a, b), (s, s), (p, q)))
+    torch.testing.assert_close(logits(import_heads(there)), by_hand((a, b), (None, None), (p, q)))
     (there / "model-2.safetensors").unlink()
     with pytest.raises(InputError, match=r"model-2\.safetensors: expected safetensors, found: .*No such file"):
         import_heads(there)
@@ -388,7 +372,7 @@ def test_missing_unexpected_and_misshapen_tensors(tmp_path, format):
         with pytest.raises(InputError, match=rf"^{there}: expected .* found .*{name}") as error:
             import_heads(there)
         assert "\n" not in str(error.value)
-    odd = {"own": "lm_head", "vllm": "lm_head", "fasterdecoding": "3.1", "modelopt": "medusa_heads.3.1"}[format]
+    odd = {"own": "lm_head", "vllm": "lm_head", "fasterdecoding": "3.1"}[format]
     save(there, whole | {f"{odd}.weight": torch.zeros(V, H)})
     with pytest.raises(InputError, match=rf"found 1 not expected: {odd}\.weight"):
         import_heads(there)
@@ -467,8 +451,6 @@ def test_cut_files(tmp_path, format, share):
         ("fasterdecoding", {"medusa_num_layers": 0}, "num_hidden_layers: expected at least 1, found 0"),
         ("fasterdecoding", {"medusa_choices": [1]}, "config.json: "),
         ("fasterdecoding", {"medusa_choices": [[0], [0, 0, 0]]}, "config.json: "),
-        ("modelopt", {"medusa": {"num_medusa_heads": 3}}, "expected num_medusa_layers, found none"),
-        ("modelopt", {"medusa": {"num_medusa_heads": 4, "num_medusa_layers": 1}}, "found 3 missing: medusa_heads.3.0"),
     ],
 )  # fmt: skip
 def test_configs_that_cannot_be(tmp_path, format, changes, message, target):
@@ -500,12 +482,12 @@ def test_unknown_and_ambiguous_directories(tmp_path):
     with pytest.raises(InputError, match=r"found both, which can differ: remove one"):
         import_heads(there)
     (there / "medusa_lm_head.safetensors").unlink()
-    edit_config(there, medusa={"num_medusa_heads": 3, "num_medusa_layers": 1})
-    with pytest.raises(InputError, match="found marks of fasterdecoding and modelopt; name the format"):
+    edit_config(there, model_type="medusa")
+    with pytest.raises(InputError, match="found marks of vllm and fasterdecoding; name the format"):
         import_heads(there)
     import_heads(there, "fasterdecoding")
     (there / "medusa_lm_head.pt").unlink()
-    edit_config(there, medusa=None)
+    edit_config(there, model_type=None)
     with pytest.raises(InputError, match=r"expected Medusa heads in one of own, .*, found no mark of any"):
         import_heads(there)
     with pytest.raises(InputError, match=r"expected medusa_lm_head\.pt or medusa_lm_head\.safetensors, found neither"):
@@ -527,7 +509,7 @@ def test_unknown_and_ambiguous_directories(tmp_path):
 
 
 def test_heads_must_fit_a_target_that_is_given(tmp_path, target):
-    there = export(made(), tmp_path / "x", "modelopt")
+    there = export(made(), tmp_path / "x", "vllm")
     import_heads(there, target=target)
     with pytest.raises(InputError, match="target's hidden_size 64, found 32"):
         import_heads(there, target=tiny_llama(hidden=64))
@@ -539,12 +521,12 @@ def test_heads_must_fit_a_target_that_is_given(tmp_path, target):
 @pytest.mark.parametrize(
     ("options", "refused", "message"),
     [
-        ({"hydra": True}, ("vllm", "fasterdecoding", "modelopt"), "Hydra heads"),
-        ({"lm_head_bias": True}, ("vllm", "fasterdecoding", "modelopt"), "a bias"),
-        ({"final_logit_softcapping": 30.0}, ("vllm", "fasterdecoding", "modelopt"), "by_rank"),
-        ({"logit_scale": 0.5}, ("fasterdecoding", "modelopt"), "by_rank"),
-        ({"token_map": MAP}, ("fasterdecoding", "modelopt"), "take vllm"),
-        ({"layers": 2}, ("fasterdecoding",), "take vllm or modelopt"),
+        ({"hydra": True}, ("vllm", "fasterdecoding"), "Hydra heads"),
+        ({"lm_head_bias": True}, ("vllm", "fasterdecoding"), "a bias"),
+        ({"final_logit_softcapping": 30.0}, ("vllm", "fasterdecoding"), "by_rank"),
+        ({"logit_scale": 0.5}, ("fasterdecoding",), "by_rank"),
+        ({"token_map": MAP}, ("fasterdecoding",), "take vllm"),
+        ({"layers": 2}, ("fasterdecoding",), "different blocks a head, .*; take vllm"),
     ],
 )
 def test_refusals_name_a_way_out_and_write_nothing(tmp_path, options, refused, message):
@@ -605,16 +587,10 @@ def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
 
 
 def test_swapped_blocks_are_not_left(tmp_path, monkeypatch):
-    right = formats.tensor_names
-
-    def swapped(config, format):
-        names = right(config, format)
-        a, b = "blocks.0.layers.0.weight", "blocks.0.layers.1.weight"
-        return names | {a: names[b], b: names[a]}
-
-    monkeypatch.setattr(formats, "tensor_names", swapped)
+    a, b = "blocks.0.layers.0.weight", "blocks.0.layers.1.weight"
+    monkeypatch.setattr(formats, "tensor_names", lambda config, format: {a: b, b: a})
     with pytest.raises(RuntimeError, match="off by"):
-        ALL.write(made(2), tmp_path / "x", "modelopt")
+        ALL.write(made(2), tmp_path / "x", "vllm")
 
 
 def test_weights_that_are_no_numbers(tmp_path):
@@ -680,4 +656,4 @@ def test_the_card_of_what_vllm_cannot_load_and_of_local_targets(tmp_path):
     for format in ("vllm", "fasterdecoding"):  # which vLLM loads as they are
         text = card(made(), format=format).text
         assert '"model":"DIR"' in text and "draftsmith export" not in text
-    assert 'import_heads("DIR", "modelopt")' in card(made(), format="modelopt").text
+        assert f'import_heads("DIR", "{format}")' in text
