@@ -22,7 +22,6 @@ from draftsmith.decode.proposers.survival import FixedLength, as_length
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import Verdict
-from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import masks_of
 
 
@@ -164,8 +163,8 @@ def _write(
         width = max(len(draft.tree) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
+        before = [Contexts(context, draft) for context, draft in zip(contexts, drafts, strict=True)]
         samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
-        before = [Contexts(*args) for args in zip(samplers, contexts, drafts, strict=True)]
         verdicts = rule.verify_batch(samplers, logits, before, drafts, generators, target.likeliest)
         # Emit them; in the target's cache, accepted nodes of a tree move to where a chain has its tokens.
         tokens = [_emitted(*args) for args in zip(rows, verdicts, drafts, strict=True)]
@@ -227,13 +226,10 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], r
 
 
 class Contexts(Sequence[Tensor]):
-    """The tokens before each position of a block, (T_j,): the text, then the path of drafted tokens.
+    """The tokens before each position of a block, (T_j,): the text, then the path of drafted tokens."""
 
-    Empty after a token that ends the text: see `Sampler.after`.
-    """
-
-    def __init__(self, sampler: Sampler, text: Tensor, draft: Proposal):
-        self._sampler, self._text, self._draft = sampler, text, draft
+    def __init__(self, text: Tensor, draft: Proposal):
+        self._text, self._draft = text, draft
 
     def __len__(self) -> int:
         return 1 + len(self._draft.tokens)
@@ -241,8 +237,7 @@ class Contexts(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         if not index:
             return self._text
-        path = self._draft.tree.path(range(len(self))[index] - 1)
-        return self._sampler.after(self._text, self._draft.tokens[path])
+        return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(range(len(self))[index] - 1)]])
 
 
 def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:

@@ -45,7 +45,10 @@ class Processed:
         self.broken = False  # true if a value that was read is NaN
 
     def __getitem__(self, index: int) -> Any:
-        contexts = [] if self._sampler.context_free else [self._contexts[index]]
+        contexts = list[Tensor]()
+        if not self._sampler.context_free:
+            text, context = self._contexts[0], self._contexts[index]
+            contexts = [self._sampler.after(text, context[len(text) :])]
         scores_V = self._sampler.scores(self._logits_KV[index : index + 1], contexts)[0]
         if self._sampler.do_sample:
             p_V = scores_V.softmax(-1)
