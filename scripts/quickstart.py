@@ -99,6 +99,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
     fields |= {"replay_limit": config.replayed_prompts, "compiled": "false"}  # compiling takes minutes
+    fields |= {"max_new_tokens": 64}
     report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)
     seconds = np.diff([*begins, time.perf_counter()])
