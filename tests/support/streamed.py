@@ -77,6 +77,7 @@ def whole(chat: bool, style: Style) -> dict[str, Any]:
         choice["message"] = message | dict.fromkeys(style.names, REASONING)
     else:
         choice["text"] = REASONING + CONTENT
+    choice |= {"matched_stop": None} if style.nulls else {}
     answer = {"id": "1", "object": "x", "model": MODEL, "choices": [choice], "usage": usage(chat)}
     if style.ids:
         choice["token_ids"] = list(range(len(tokens(chat, style.halves))))

@@ -172,7 +172,7 @@ def read_manifests(
             raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
         if manifest["vocab_size"] != vocab_size:
             raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
-        for name in current.keys() & manifest["target"].keys():
+        for name in sorted(current.keys() & manifest["target"].keys()):
             if current[name] != manifest["target"][name]:
                 other = f"in {path} one of {manifest['target'].get('path')}, whose {name} is another"
                 raise InputError(f"teacher_cache: expected a cache of {config.target}, found {other}")
