@@ -7,6 +7,7 @@ estimate of what it takes alone; a second one like it, from another turn, says t
 import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -67,6 +68,33 @@ def timed_warm(call: Callable[[], Result], device: torch.device | None = None) -
         if compilations() == before:
             break
     return seconds, result
+
+
+def timed_steps(
+    call: Callable[[Callable[..., None]], Result], device: torch.device | None = None
+) -> tuple[list[float], Result]:
+    """Time a warm call, and on a CPU the steps that it marks, as by an observer; return their seconds and its result.
+
+    Work elsewhere lasts longer than a step: of equal steps in several turns the least are nearly undisturbed. On a GPU
+    the host runs ahead, so that only the whole has a time.
+    """
+    marks: list[float] = []
+
+    def marked() -> Result:
+        marks[:] = [time.perf_counter()]
+        return call(lambda *_: marks.append(time.perf_counter()))
+
+    seconds, result = timed_warm(marked, device)
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        return [seconds], result
+    return [*(end - begin for begin, end in pairwise(marks)), max(0.0, seconds - (marks[-1] - marks[0]))], result
+
+
+def least_of_steps(turns: Sequence[Sequence[float]]) -> float:
+    """Return the least seconds of a call over turns: of each of its steps, or of the whole where the steps differ."""
+    if len({len(steps) for steps in turns}) == 1:
+        return sum(map(min, zip(*turns, strict=True)))
+    return min(map(sum, turns))
 
 
 def agree(seconds: Sequence[float]) -> bool:

@@ -1,11 +1,12 @@
 """Plain and speculative decoding of the same prompts, side by side."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import timed_warm, turns
+from draftsmith.decode.clock import least_of_steps, timed_steps, turns
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import track
 from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
@@ -24,21 +25,24 @@ class _Batches:
         self.methods = measured.methods
         """Methods that have not failed; empty after plain decoding failed."""
 
-    def decode(self, method: Method, first: int) -> DecodeOutput:
-        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, in any batch."""
+    def decode(self, method: Method, first: int, mark: Callable[..., None]) -> DecodeOutput:
+        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, in any batch.
+
+        `mark` is called at the end of each token of plain decoding, and of each round.
+        """
         pair, ids = self.measured.pair, self.measured.prompt_ids[first : first + self.batch_size]
         batch = left_padded(ids, default_device())
-        kwargs: dict[str, Any] = self.options | {"seed": self.measured.config.seed + first}
+        kwargs: dict[str, Any] = self.options | {"seed": self.measured.config.seed + first, "observer": mark}
         if method.drafter == PLAIN:
             return autoregressive_generate(pair.target, *batch, **kwargs)
         proposer = pair.proposers[method.drafter]
         return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
 
-    def attempt(self, method: Method, first: int) -> tuple[float, DecodeOutput] | None:
-        """Return seconds and output of a batch; None if it fails now, or the method failed before."""
+    def attempt(self, method: Method, first: int) -> tuple[list[float], DecodeOutput] | None:
+        """Return the seconds of a batch's steps and its output; None if it fails now, or the method failed before."""
         if method in self.methods:
             with self.unfinished.attempt(method.at(self.temperature, self.batch_size)):
-                return timed_warm(lambda: self.decode(method, first))
+                return timed_steps(partial(self.decode, method, first))
             self.methods = [other for other in self.methods if other != method and method.drafter != PLAIN]
         return None
 
@@ -57,12 +61,12 @@ class _Batches:
 def decode_side_by_side(
     measured: Measured, temperature: float, batch_size: int, unfinished: Unfinished
 ) -> dict[Method, list[Group]]:
-    """Decode the prompts that fill whole batches by every method; return each method's batches, each at its fastest.
+    """Decode the prompts that fill whole batches by every method; return each method's batches at their fastest.
 
     Every method decodes a batch before the next batch begins, in rotating order: a machine that slows down or speeds up
     does so for all of them. All batches have one of the clock's `turns` before any has its next, so that a burst of
     other work meets a batch once. A batch's turn is finished once all its methods have decoded it. A method that failed
-    is left out; if plain decoding failed, the result is empty.
+    is left out; if plain decoding failed, the result is empty. The seconds are the least of each step in any turn.
     """
     batches, warm = _Batches(measured, temperature, batch_size, unfinished), False
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
@@ -90,7 +94,10 @@ def decode_side_by_side(
                 return {}
     measured.times += times.values()
     fastest = {
-        method: [min(runs[first, method], key=lambda group: group.seconds) for first in firsts]
+        method: [
+            replace(group[0], seconds=least_of_steps([turn.steps for turn in group]))
+            for group in (runs[first, method] for first in firsts)
+        ]
         for method in batches.methods
     }
     rows = [row for group in next(iter(fastest.values())) for row in group.rows]
@@ -107,11 +114,12 @@ def _are_of(groups: Sequence[Group], measured: Measured, methods: Sequence[Metho
         [row.prompt for row in group.rows] == list(prompts)
         and all(max(row.tokens, default=0) < vocab_size for row in group.rows)
         and all(row.counts.num_emitted_tokens == len(row.tokens) for row in group.rows)
+        and group.steps
         for group in groups
     )
 
 
-def _group(seconds: float, output: DecodeOutput, first: int, longest: int) -> Group:
+def _group(steps: list[float], output: DecodeOutput, first: int, longest: int) -> Group:
     """Return a batch; `first` is the index of its first prompt, `longest` the longest's tokens."""
     sources = output.row_sources or [()] * len(output.row_counts)
     rows = [
@@ -119,4 +127,4 @@ def _group(seconds: float, output: DecodeOutput, first: int, longest: int) -> Gr
         Row(first + i, text[longest : longest + counts.num_emitted_tokens].tolist(), counts, list(row_sources))
         for i, (text, counts, row_sources) in enumerate(zip(output.sequences, output.row_counts, sources, strict=True))
     ]
-    return Group(rows, seconds)
+    return Group(rows, sum(steps), steps)

@@ -59,10 +59,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that were decoded together, and their seconds."""
+    """Prompts that were decoded together, their seconds, and those of each step where steps were timed."""
 
     rows: list[Row]
     seconds: Annotated[Amount, Field(gt=0)]
+    steps: list[Amount] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:

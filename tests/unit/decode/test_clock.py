@@ -31,6 +31,21 @@ def test_a_burst_changes_no_least_time_and_is_met_with_more_turns(machine):
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"  # turns alternate
 
 
+def test_of_steps_the_least_of_each_turn_count(machine):
+    def call(mark):
+        for _ in range(3):
+            machine.call()
+            mark("a token", 1)
+
+    slow_first, slow_last = (lambda now: now < 1), (lambda now: now % 10 >= 5)
+    found = []
+    for busy in (slow_first, slow_last):
+        machine.busy = busy
+        found.append(clock.timed_steps(call)[0])
+    assert [sum(steps) for steps in found] == [4.0, 5.0] and clock.least_of_steps(found) == 3.0
+    assert clock.least_of_steps([[1.0, 2.0], [4.0]]) == 3.0  # other steps: the whole
+
+
 def test_turns_end_where_times_never_agree_and_skip_what_failed():
     times: dict[str, list[float]] = {"noisy": [], "quiet": [], "failed": []}
     taken = []
