@@ -1,4 +1,4 @@
-"""Arithmetic in float64 throughout: the library computes recurrences in float32 whatever the dtype of the model."""
+"""Arithmetic in float64 throughout: the library computes recurrences in float32 for any dtype of the model."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class InDouble(TorchFunctionMode):
-    """Takes float64 wherever float32 is asked for, so that rounding is 1e-13 and whatever is larger is a fault."""
+    """Takes float64 wherever float32 is asked for, so that rounding is 1e-13 and anything larger is a fault."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
