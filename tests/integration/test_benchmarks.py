@@ -17,7 +17,7 @@ import torch
 from pages import GUIDES
 from rich.console import Console
 
-from benchmarks import common, decode, divergence, floor, rounds, study, targets
+from benchmarks import common, divergence, floor, rounds, study, targets
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import law, shapes
 from benchmarks.gpu.cases import Place
@@ -57,7 +57,7 @@ def test_every_command_line_of_the_documentation_parses():
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [
-        ("decode", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
+        ("rounds", ["--batch_size", "[0]"], "batch_size: expected at least 1, found 0"),
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
         ("targets", ["--families", "[gpt2, none]"], "families: expected model types of causal LMs, found none"),
         ("study", ["--recipe", "none"], "recipe: expected one of distill"),
@@ -82,51 +82,6 @@ def figures_of(bench, config_class, arguments, tmp_path, *shown):
     path = tmp_path / "figures.json"
     common.run_benchmark(config_class, bench, *shown, argv=[*arguments, "--output", str(path)])
     return json.loads(path.read_text())
-
-
-def test_decode(pair, tmp_path, capsys):
-    arguments = [*pair, "--max_new_tokens", "6", "--batch_size", "2", "--compiled", "false"]
-    figures = figures_of(decode.bench, decode.BenchDecodeConfig, arguments, tmp_path)
-    assert figures["config"]["draft_length"] == 3 and figures["environment"]["dtype"] == "float32"
-    refused = figures["methods"].pop("assisted generation, static cache")
-    assert refused["tokens_per_second"] is None and "Static cache" in refused["refused"]
-    assert set(figures["methods"]) == {"plain", "speculative", "assisted generation"}
-    batches = {"plain, batch of 2", "speculative, batch of 2"}
-    assert set(figures["outside_forwards"]) == set(figures["methods"]) | batches
-    assert figures["methods"]["plain"]["over_plain"]["value"] == pytest.approx(1)
-    assert figures["methods"]["plain"]["mean_acceptance_length"] == 1
-    assert 1 <= figures["methods"]["speculative"]["mean_acceptance_length"] <= 4
-    assert figures["methods"]["speculative"]["over_assisted_generation"]["value"] > 0
-    assert all(0 < share < 1 for share in figures["outside_forwards"].values())
-    assert figures["limit"]["speculative"]["limit"] > 0
-    assert figures["batch"]["plain"]["rows_identical"] == figures["batch"]["speculative"]["rows_identical"] == "2 of 2"
-    printed = capsys.readouterr().out
-    assert "assisted generation" in printed and "outside forwards" in printed
-
-
-@pytest.mark.usefixtures("untraced")
-def test_decode_compares_compiled_with_compiled(pair, tmp_path, monkeypatch):
-    compiled = []
-
-    def compile_(forward, **options):
-        def call(*args, **kwargs):
-            compiled.append(forward.__self__)
-            return forward(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(decode.torch, "compile", compile_)
-    arguments = [*pair, "--max_new_tokens", "6", "--batch_size", "1"]
-    figures = figures_of(decode.bench, decode.BenchDecodeConfig, arguments, tmp_path)["methods"]
-    assert len(set(compiled)) == 2
-    assert all("forward" not in vars(model) for model in compiled)
-    peer = figures["assisted generation, compiled"]
-    assert peer["over_assisted_generation_compiled"]["value"] == pytest.approx(1)
-    both = figures["speculative, compiled"]
-    assert both["over_assisted_generation_compiled"]["value"] == pytest.approx(
-        both["tokens_per_second"]["value"] / peer["tokens_per_second"]["value"]
-    )
-    assert "over_assisted_generation_compiled" not in figures["speculative"]
 
 
 def test_divergence(tmp_path):
