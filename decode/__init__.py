@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.hybrid import Switch as Switch
     from draftsmith.decode.proposers.lookahead import LookaheadProposer as LookaheadProposer
     from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer as PromptLookupProposer
-    from draftsmith.decode.proposers.retokenized import RetokenizedProposer as RetokenizedProposer
     from draftsmith.decode.proposers.run_ahead import RunAheadProposer as RunAheadProposer
     from draftsmith.decode.proposers.suffix.proposer import SuffixProposer as SuffixProposer
     from draftsmith.decode.proposers.suffix.store import SuffixStore as SuffixStore
@@ -54,7 +53,6 @@ _EXPORTS = {
     "proposers.hybrid": ("HybridProposer", "Switch"),
     "proposers.lookahead": ("LookaheadProposer",),
     "proposers.prompt_lookup": ("PromptLookupProposer",),
-    "proposers.retokenized": ("RetokenizedProposer",),
     "proposers.run_ahead": ("RunAheadProposer",),
     "proposers.suffix.proposer": ("SuffixProposer",),
     "proposers.suffix.store": ("SuffixStore",),

@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
 MOST_CALLS = 4  # the limit of repeats, for a call that compiles every time
-ALIKE = 1.05  # factor within which the two fastest times of a call agree
+ALIKE = 1.15  # factor within which the two fastest times of a call agree; a time doubled for a sixth of it does not
 MORE = 2  # most turns ÷ those asked for, of calls whose two fastest times do not agree
 PROGRAMS: list[float] = []  # the seconds that each program took to compile or to read from disk in this process
 

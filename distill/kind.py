@@ -113,29 +113,37 @@ class DraftModel(_OneByOne):
         return {f"draft-{count}": {"init.layers": count} | cut for count in sizes}
 
 
-class ReencodedDraft(_OneByOne):
-    """A draft with any tokenizer; unless it is the target's, ids are renumbered or text is re-encoded."""
+class RenumberedDraft(_OneByOne):
+    """A draft whose tokenizer may be the target's under other ids."""
 
-    name, title = "reencoded", "re-encoded draft"
+    name, title = "renumbered", "renumbered draft"
 
     def field(self, spec: DrafterSpec) -> str:
         """Return the name of a draft model."""
         return DraftModel.name
 
-    def recounts(self, spec: DrafterSpec) -> bool:
+    def renumbers(self, spec: DrafterSpec) -> bool:
         """Return True."""
         return True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the model and compare tokenizers."""
-        from draftsmith.decode import RetokenizedProposer
+        from draftsmith.decode import DraftModelProposer
+        from draftsmith.decode.proposers.renumbered import matching_ids, renumber_draft, stand_in
 
-        tokenizer = loading.tokenizers[str(spec.path)]
-        if tokenizer.get_vocab() == loading.tokenizer.get_vocab():
+        own, target = loading.tokenizers[str(spec.path)], loading.tokenizer
+        if own.get_vocab() == target.get_vocab():
             return super().load(spec, loading)
+        ids = matching_ids(own, target)
+        if ids is None:
+            shared = len(own.get_vocab().keys() & target.get_vocab().keys())
+            raise InputError(
+                f"draft {spec.path}: expected the target's tokens and merges, under any ids, found {shared} of its "
+                f"{len(target)} tokens; distil a draft that has the target's tokenizer"
+            )
         model = self.model(spec, loading)
-        proposer = RetokenizedProposer(model, tokenizer, loading.tokenizer, spec.tree)
-        return self.drafter(spec, proposer, model=model)
+        view = renumber_draft(model, ids, stand_in(own))
+        return self.drafter(spec, DraftModelProposer(view, spec.tree), model=model)
 
 
 class RunAheadDraft(_OneByOne):
@@ -174,16 +182,9 @@ def _compare_tokenizers(target: "Side", draft: "Side") -> "Finding":
         difference = str(error).rpartition("found ")[2]
         if alike:
             text = f"the same pieces under other ids: {difference}"
-            remedy = (
-                "generate and RetokenizedProposer renumber them at any temperature; distill and measure want one "
-                "tokenizer for both"
-            )
+            remedy = "generate renumbers them; distill and measure want one tokenizer for both"
             return Finding("warning", name, text, remedy)
-        remedy = (
-            "generate and RetokenizedProposer encode the draft's text again, at T=0 alone; to distill and measure take "
-            "a draft with the target's tokenizer"
-        )
-        return Finding("warning", name, difference, remedy)
+        return Finding("error", name, difference, "take a draft with the target's tokenizer")
     size = len(target.tokenizer)
     # Slow tokenizers do not show how they split.
     if not alike and target.tokenizer.is_fast and draft.tokenizer.is_fast:

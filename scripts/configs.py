@@ -197,7 +197,7 @@ class QuickstartConfig:
     configs/medusa/tiny.yaml."""
     searched_prompts: int = 48
     """More prompts from the training modules, completed greedily, to search the tree on."""
-    measured_prompts: int = 12
+    measured_prompts: int = 20
     """More held-out prompts, decoded by every method."""
     replayed_prompts: int = 128
     """Held-out prompts to replay acceptance on: the measured ones and more. The draft was not selected on any of

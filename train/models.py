@@ -271,7 +271,7 @@ def check_same_tokenizer(
     if differing:
         number = differing[0]
         tokens = f"{q.get(number)!r} in the draft, {p.get(number)!r} in the target"
-        tokens += "; carve a draft from the target (init.layers), or decode with RetokenizedProposer" * ends_may_differ
+        tokens += "; carve a draft from the target (init.layers)" * ends_may_differ
         difference = f"{len(differing)} tokens that differ, the first {number}: {tokens}"
         raise InputError(f"draft {draft_path}: expected the tokenizer of target {target_path}, found {difference}")
 

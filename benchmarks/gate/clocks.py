@@ -2,13 +2,14 @@
 
 A drafter that takes as long as plain decoding is measured on prompts of different acceptance, once in one turn with the
 τ that was decoded, and as `draftsmith measure` does: in `turns`, each batch at its fastest, with the τ of all replayed
-texts. The machine is undisturbed, has bursts of work that double all times, slows down steadily, or is slow for half of
-a turn. Shapes: n decoded prompts.
+texts. The machine is undisturbed, has bursts of work that double all times, slows down steadily, is slow for half of a
+turn, or never keeps its speed. Shapes: n decoded prompts.
 """
 
 from collections.abc import Callable
 
 import numpy as np
+from scipy.signal import lfilter
 
 from benchmarks.common import Figures
 from benchmarks.gate import BenchGateConfig
@@ -16,13 +17,15 @@ from draftsmith.decode.clock import turns
 from draftsmith.decode.measurement.intervals import Values
 from draftsmith.scripts.measure.estimates import Observation
 
-DECODED, REPLAYED, TOKENS, GAMMA = 16, 128, 64, 3
+DECODED, REPLAYED, TOKENS, GAMMA = 20, 128, 64, 3
 METHODS = 5
 """Plain decoding first, then drafters, all as fast in truth."""
 JITTER = 0.015
 """The scale of what each decode takes longer by itself."""
 BURSTS = {f"bursts of {long} s, {share:.0%}": (long, share) for long in (3, 30) for share in (0.05, 0.15, 0.3)}
 """The mean seconds of a burst, and the share of the time."""
+UNEVEN = {f"uneven, {seconds} s": seconds for seconds in (2, 20)}
+"""The seconds over which a machine forgets its speed, whose logarithm has a standard deviation of 0.2."""
 STEP = 0.05
 """Seconds between two moments at which the machine's speed may change."""
 Clock = Callable[[float, float], float]
@@ -44,6 +47,10 @@ def slowdowns(rng: np.random.Generator, name: str, turn: float) -> Values:
         return slow_T + 0.2 * moments_T / turn
     if name == "one slow half of a turn":
         return np.where((moments_T > turn / 2) & (moments_T < turn), 2.0, 1.0)
+    if name in UNEVEN:  # an autoregressive process of the first order
+        kept = np.exp(-STEP / UNEVEN[name])
+        news_T = rng.normal(0, 0.2 * np.sqrt(1 - kept**2), len(slow_T))
+        slow_T = np.exp(lfilter([1], [1, -kept], news_T, zi=[kept * rng.normal(0, 0.2)])[0])
     if name in BURSTS:
         seconds, share = BURSTS[name]
         end = 0.0
@@ -98,7 +105,7 @@ def clock_figures(config: BenchGateConfig) -> Figures:
     """Return, by machine, how often the interval holds the truth and says GO, and its width, measured either way."""
     rng = np.random.default_rng(config.seed)
     rows: Figures = {}
-    for name in ("undisturbed", *BURSTS, "drift of 20 % a turn", "one slow half of a turn"):
+    for name in ("undisturbed", *BURSTS, "drift of 20 % a turn", "one slow half of a turn", *UNEVEN):
         found: dict[str, list[tuple[float, float]]] = {"once": [], "in turns": []}
         for _ in range(config.simulations):
             for way, (own, plain) in observations(rng, name).items():

@@ -1,4 +1,4 @@
-"""Tokenizers that differ only in their tokens' ids, and the special tokens that two tokenizers share.
+"""Tokenizers that differ only in their tokens' ids.
 
 `tokens` are the target's, `ids` are the draft's.
 """
@@ -81,19 +81,6 @@ def _same_roles(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) ->
     roles = [f"{role}_token_id" for role in ("unk", "pad", "bos", "eos")]
     pairs = ((getattr(source, role), getattr(to, role)) for role in roles)
     return {a: b for a, b in pairs if a is not None and b is not None}
-
-
-def map_special_tokens(to: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) -> dict[int, int]:
-    """Map the special tokens of `source` that `to` has too, by name or else by role."""
-    vocabulary, to_specials, source_specials = to.get_vocab(), special_tokens(to), special_tokens(source)
-    ids = {token: vocabulary.get(piece) for piece, token in source.get_vocab().items() if token in source_specials}
-    return _same_roles(to, source) | {token: to_id for token, to_id in ids.items() if to_id in to_specials}
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens. Other added tokens, such as runs of spaces, are text."""
-    added = tokenizer.added_tokens_decoder
-    return frozenset(tokenizer.all_special_ids) | {token for token, entry in added.items() if entry.special}
 
 
 def stand_in(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -2,13 +2,11 @@
 
 The deployed drafter trains on the log's older requests, mixed with some of its old text. Old and new drafter are then
 replayed on the target's answers to the newest requests, which no drafter trained on. The new one replaces the old only
-if it is better there, and is taken back if the server accepts less than replay promised (`watch`). Every stage is an
-ordinary command; an interrupted step resumes.
+if it is better there. Every stage is an ordinary command; an interrupted step resumes.
 """
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +20,12 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.validation import Count, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Comparison, compare, foreign_share, read_traffic
-from draftsmith.scripts.adapt.watch import check, look, loop, record_swap, reset_baseline
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.files import move_link, require_writable
 from draftsmith.train.job.lock import lock_directory
-from draftsmith.train.options import nondefault_fields, seconds_of
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -61,19 +57,15 @@ class Step:
     compared: Comparison | None
 
 
-def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
-    """Run one step and return its result; None if the log has too few new requests.
-
-    If the server's acceptance `fell`, `newest` new requests are enough.
-    """
+def adapt(config: AdaptConfig) -> Step | None:
+    """Run one step and return its result; None if the log has too few new requests."""
     output = require_writable(config.output)
     link = Path(config.drafter)
     if config.swap and link.exists() and not link.is_symlink():
         raise InputError(f"drafter: expected a link to the deployed drafter, which swap moves, found {link} itself")
     state = _state(output)
     if not state.open:
-        least = enough(config, state.requests, fell)
-        traffic = read_traffic(config, state.requests, least)
+        traffic = read_traffic(config, state.requests)
         if traffic is None:
             return None
         state = State(steps=state.steps + 1, requests=traffic.requests, open=True)
@@ -88,17 +80,9 @@ def adapt(config: AdaptConfig, fell: bool = False) -> Step | None:
     write_json(step / RESULT, result)
     if result.verdict == "better" and config.swap:
         move_link(link, str(result.drafter))
-        record_swap(config, output, step, result.deployed, _measuring(config, result))
     # The state is closed last: a step stopped before this line repeats the swap, which changes nothing more.
     write_json(output / STATE, State(steps=state.steps, requests=state.requests))
     return result
-
-
-def enough(config: AdaptConfig, old_requests: int, fell: bool) -> int:
-    """Return how many requests must be new, after the `old_requests` that earlier steps read."""
-    if not fell:
-        return config.least
-    return max(min(config.least, config.newest), 2 * config.newest - old_requests)
 
 
 def _state(output: Path) -> State:
@@ -158,32 +142,13 @@ def _step(config: AdaptConfig, step: Path) -> Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one step, or a loop of steps, and print the results; return 3 if a new drafter is refused or taken back."""
-    arguments = sys.argv[1:] if argv is None else argv
-    config = parse_config(AdaptConfig, arguments, prog="draftsmith adapt")
-    if config.watch is not None:
-        return loop(arguments, seconds_of(config.watch, "watch"))
+    """Run one step and print its result; return 3 if a new drafter is refused."""
+    config = parse_config(AdaptConfig, argv, prog="draftsmith adapt")
     with lock_directory(Path(config.output)):
-        return _once(config, Path(config.output))
-
-
-def _once(config: AdaptConfig, output: Path) -> int:
-    """Check the last swap, read the server's counters, and run a step; return the exit code."""
-    fell = False
-    if config.server is not None:
-        # A step that was interrupted after its swap is ended first: the server may not have been restarted.
-        if not _state(output).open and not _checked(config, output):
-            return NO_GO
-        message, fell = look(config, output)
-        if message is not None:
-            _say(message)
-    step = adapt(config, fell)
+        step = adapt(config)
     if step is None:
-        least = enough(config, _state(output).requests, fell)
-        _say(f"nothing to do: the log has fewer than {least} requests since the last step")
+        _say(f"nothing to do: the log has fewer than {config.least} requests since the last step")
         return 0
-    if config.server is not None:
-        reset_baseline(output)
     if step.compared is not None:
         _say(f"\nτ on the newest requests: deployed {_interval(step.compared.old)}, new {_interval(step.compared.new)}")
         for temperature, gain in step.compared.by_temperature.items():
@@ -195,25 +160,10 @@ def _once(config: AdaptConfig, output: Path) -> int:
         return NO_GO
     _say(f"drafter: {step.drafter}")
     if config.swap:
-        when = "" if config.restart else ": serve-draft loads it by itself, other servers when they restart"
-        _say(f"{config.drafter} points there now{when}")
-    if config.swap and config.server is not None:
-        return 0 if config.restart is None or _checked(config, output) else NO_GO
+        _say(f"{config.drafter} points there now: serve-draft loads it by itself, other servers when they restart")
     command = shlex.join(["draftsmith", "measure", *_measuring(config, step)])
     _say(f"to check it on the server, with γ = {config.draft_length}:\n  {command}")
     return 0
-
-
-def _checked(config: AdaptConfig, output: Path) -> bool:
-    """Check the last swapped-in drafter on the server, unless that is done; return whether it stays."""
-    result = check(config, output)
-    if result is None:
-        return True
-    message, stays = result
-    _say(message)
-    if not stays:
-        _say(f"taken back: {config.drafter} points to {os.path.realpath(config.drafter)} again")
-    return stays
 
 
 def _say(message: str) -> None:
@@ -227,11 +177,10 @@ def _measuring(config: AdaptConfig, step: Step) -> list[str]:
     value = alpha.value or 0.0
     half = value - alpha.ci95[0] if alpha.ci95 else value
     folder = Path(str(step.drafter)).parent
-    fields: dict[str, Any] = {"server": config.server or "URL", "target": config.target}
+    fields: dict[str, Any] = {"server": "URL", "target": config.target}
     fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature, "output": folder / "server"}
     # On the same requests the server's interval is as wide as the promised one. If its lower end is below this limit,
     # the whole interval is below the promised one.
-    fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3), "model": config.server_model}
+    fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3)}
     fields |= {name: value for name, value in config.texts().items() if name != "no_repeat_ngram_size"}
-    fields |= nondefault_fields(config, ("server_key_env",))
-    return flags_of({name: value for name, value in fields.items() if value is not None})
+    return flags_of(fields)

@@ -1,13 +1,12 @@
 """Settings of `draftsmith adapt`."""
 
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, numbers
-from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, checked_url, nondefault_fields, seconds_of
+from draftsmith.train.options import DRAFT_LENGTH, TemplateOptions, nondefault_fields
 
 ANSWERS = ("given", "target")
 
@@ -63,19 +62,6 @@ class AdaptConfig(Filters, TemplateOptions):
     """The target's name on that server."""
     swap: bool = False
     """Point the link `drafter` to the new drafter if it is better."""
-    server: str | None = None
-    """The URL of the server that uses the drafter. Each call measures the drafter of the last `swap` there, moves the
-    link back if the server's α is below the promised one, and reads vLLM's counters since the last call."""
-    server_model: str | None = None
-    """The target's name on that server; the only one that it lists if None."""
-    server_key_env: str | None = None
-    """The environment variable that holds the server's API key."""
-    restart: str | None = None
-    """A command that restarts the server, such as 'systemctl restart vllm', run whenever the link has moved; it must
-    return after the old server has ended. The new drafter is then measured at once. Null: the server loads the new
-    drafter by itself before the next call measures it, as `serve-draft` does within seconds."""
-    watch: str | None = None
-    """Run one step after the other with this time between them, such as 10m; null: one step."""
     seed: int = 0
     """Seed of sampling and training."""
 
@@ -91,27 +77,8 @@ class AdaptConfig(Filters, TemplateOptions):
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, between(0, 1), "foreign")
         require(self, finite(more_than(0)), "epochs", "old_share")
-        if self.server is not None:
-            self.server = checked_url(self.server, "server")
-        for name, required in (("restart", "swap"), ("server_model", "server"), ("server_key_env", "server")):
-            if getattr(self, name) is not None and not getattr(self, required):
-                raise InputError(f"{name}: expected --{required} with it, found none")
-        if self.restart is not None:
-            self.restart_words()
-        if self.watch is not None:
-            seconds_of(self.watch, "watch")
         if self.endpoint_model is not None and self.endpoint is None:
             raise InputError("endpoint_model: expected --endpoint with it, found none")
-
-    def restart_words(self) -> list[str]:
-        """Return the words of the restart command; raise InputError if it is empty or a quote is not closed."""
-        try:
-            words = shlex.split(str(self.restart))
-        except ValueError as error:
-            raise InputError(f"restart: expected a command, found {self.restart!r}: {error}") from error
-        if not words:
-            raise InputError("restart: expected a command, found none")
-        return words
 
     def writer(self) -> dict[str, Any]:
         """Return the fields of `prepare` that name the server that writes texts."""

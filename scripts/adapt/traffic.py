@@ -36,14 +36,14 @@ class Traffic:
     requests: int  # in the whole log
 
 
-def read_traffic(config: AdaptConfig, old_requests: int, least: int) -> Traffic | None:
-    """Read the log; return None if fewer than `least` requests are new, and raise InputError if it is too short."""
+def read_traffic(config: AdaptConfig, old_requests: int) -> Traffic | None:
+    """Read the log; return None if too few requests are new, and raise InputError if it is too short."""
     mode: AnswersMode = "required" if config.answers == "given" else "dropped"
     logs = [read_prompts(path, answers=mode, invalid=config.invalid_prompts) for path in config.log]
     requests = [prompt for log in logs for prompt in log]
     if len(requests) < old_requests:
         old_requests = 0  # files were rotated away: treat all that is left as new
-    if len(requests) - old_requests < least:
+    if len(requests) - old_requests < config.least:
         return None
     if len(requests) < 2 * config.newest:
         raise InputError(f"log: expected at least {2 * config.newest} requests with answers, found {len(requests)}")

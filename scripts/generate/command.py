@@ -21,7 +21,7 @@ from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
-from draftsmith.distill.kind import DraftModel, ReencodedDraft
+from draftsmith.distill.kind import DraftModel, RenumberedDraft
 from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.generate.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
 from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
@@ -123,8 +123,8 @@ def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
             expected = " or ".join(kind.name for kind in KINDS if kind.grows_trees)
             option = f"{name} {getattr(config, name)}, found {specs[0].kind}"
             raise InputError(f"{name}: expected a drafter that has a confidence ({expected}) with {option}")
-    # A draft model may have another tokenizer here: nothing is compared with replay, which needs one tokenizer.
-    return [replace(spec, kind=ReencodedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
+    # A draft model may have other ids here: nothing is compared with replay, which needs one tokenizer.
+    return [replace(spec, kind=RenumberedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:

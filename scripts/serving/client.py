@@ -21,11 +21,10 @@ UNDER_WAY = (
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
 )
-FINISHED = "vllm:request_success_total"
 VERIFY_CALLS = "sglang:spec_verify_calls_total"
 MEAN_LENGTH = "sglang:spec_accept_length"
 SPECULATED = tuple(f"{PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
-COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, FINISHED, VERIFY_CALLS}
+COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, VERIFY_CALLS}
 MOST_POSITIONS = 4096
 """Servers draft a hundred tokens at most."""
 Whole = Annotated[Count, Strict(False)]
@@ -43,8 +42,6 @@ class ServerMetrics:
     generated_tokens: int | None
     """Tokens written for all clients since the server's start."""
     requests: int
-    finished: int | None
-    """vLLM's requests that ended well since its start."""
     verify_calls: int | None
     """SGLang's steps that verified a draft; older versions do not say."""
     mean_acceptance_length: float | None
@@ -87,7 +84,6 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
         ServerCounts(drafts, drafted, accepted, tuple(positions.get(i, 0) for i in range(depth))),
         generated_tokens=sum(generated) if generated else None,
         requests=sum(totals.get(name, 0) for name in UNDER_WAY),
-        finished=totals.get(FINISHED),
         verify_calls=totals.get(VERIFY_CALLS),
         mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
     )

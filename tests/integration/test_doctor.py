@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from trained_parallel import as_parallel
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
-from unit.decode.proposers.test_retokenized import permuted, with_merges
+from unit.decode.proposers.test_renumbered import permuted, with_merges
 from unit.train.data.chat.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 
 from draftsmith.decode import DraftModelProposer, clock
@@ -149,7 +149,7 @@ def other_tokenizer(path, tokenizer):
     [
         (lambda path, tokenizer: permuted(tokenizer)[0].save_pretrained(path), "tokenizers",
          "! the same pieces under other ids: "),
-        (other_tokenizer, "tokenizers", "! "),
+        (other_tokenizer, "tokenizers", "✗ "),
         (lambda path, tokenizer: with_merges(tokenizer, 5).save_pretrained(path), "tokenizers",
          "! the same 300 tokens with the same ids, but text is split into them otherwise → "),
         (lambda path, tokenizer: rebuild(path, vocab_size=320), "vocabulary",

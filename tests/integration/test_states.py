@@ -21,7 +21,6 @@ from draftsmith.decode import (
 from draftsmith.decode.cache import CachedModel, check_rollback, positions_of
 from draftsmith.decode.cache.states import StateLayer
 from draftsmith.decode.measurement.certificate import _rounding
-from draftsmith.decode.proposers.retokenized import ReencodingProposer
 from draftsmith.decode.replay.texts import model_distributions
 from draftsmith.decode.sampling import Sampler
 
@@ -228,14 +227,6 @@ def test_a_mixer_without_a_layer_of_states_ends_the_run(number):
         InputError, match=f"GatedDeltaNet: expected the number of a layer with a state in layer_idx, found {number}"
     ):
         autoregressive_generate(model, prompts(5)[0][None], **GREEDY)
-
-
-def test_a_draft_whose_text_is_encoded_anew_has_no_states(tokenizer):
-    draft = tiny_model("lfm2", vocab_size=len(tokenizer))
-    with pytest.raises(
-        InputError, match="draft model: expected attention alone where texts are encoded anew, found Lfm2"
-    ):
-        ReencodingProposer(draft, tokenizer, tokenizer, None)
 
 
 @pytest.mark.parametrize("name", ["qwen3-5", "granite-hybrid"])

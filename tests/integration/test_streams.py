@@ -111,7 +111,7 @@ def test_adapt_learns_the_same_tokens_from_a_stream(style, tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 8))
     files = {"log": [str(tmp_path / "log.jsonl")], "output": str(tmp_path)}
     config = AdaptConfig(target="t", drafter="d", newest=8, least=16, **files)
-    traffic = read_traffic(config, 0, 16)
+    traffic = read_traffic(config, 0)
     tokenizer = byte_level(False)
     tokenizer.chat_template = WHOLE.replace("m.reasoning_content", f"m.{style.names[-1]}")
     closing = ClosingTokens.of(tokenizer)

@@ -3,7 +3,7 @@
 What the decoder writes must have the probabilities that the target's conditionals multiply to. Models compute in double
 precision, of which sums over some thousand products leave far more than twelve digits: nothing here is left to chance.
 
-A draft whose text is encoded anew (`ReencodingProposer`) refuses sampling. Each other one decodes a prompt alone and
+Each proposer decodes a prompt alone and
 three of different lengths, verified together and by the eager reference. Where cuts leave few outcomes these are the
 three rows of a run, elsewhere each prompt has many rows, which follow other outcomes.
 """

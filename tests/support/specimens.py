@@ -151,7 +151,7 @@ SPECIMENS: dict[str, Specimen] = {
         save_causal(near),
         training=lambda pipeline: [f"--draft={pipeline / 'draft'}"],
     ),
-    "reencoded": Specimen({"renumbered": lambda target: DraftModelProposer(permuted(target))}, save_causal(near)),
+    "renumbered": Specimen({"renumbered": lambda target: DraftModelProposer(permuted(target))}, save_causal(near)),
     "run_ahead": Specimen({"chain": lambda target: RunAheadProposer(near(target))}, save_causal(near), batched=False),
     "parallel_draft": Specimen(
         {

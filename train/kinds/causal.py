@@ -26,7 +26,7 @@ class CausalKind(ModelKind):
 
         path, code = str(spec.path), loading.trust_remote_code
         tokenizer = loading.tokenizers[path] = load_tokenizer(path, field=self.field(spec), trust_remote_code=code)
-        if not self.recounts(spec):
+        if not self.renumbers(spec):
             size = vocabulary_size(loading.path, trust_remote_code=code)
             check_same_tokenizer(loading.tokenizer, tokenizer, loading.path, path, vocab_size=size)
 
@@ -34,8 +34,8 @@ class CausalKind(ModelKind):
         """Return the name of the drafter in error messages."""
         return spec.kind
 
-    def recounts(self, spec: DrafterSpec) -> bool:
-        """Return whether the drafter may have another tokenizer than the target, so that text is encoded again."""
+    def renumbers(self, spec: DrafterSpec) -> bool:
+        """Return whether the drafter's tokenizer may have other ids than the target's."""
         return False
 
     def model(self, spec: DrafterSpec, loading: Loading) -> "PreTrainedModel":
@@ -47,7 +47,7 @@ class CausalKind(ModelKind):
             dtype, code = spec.dtype or loading.dtype, loading.trust_remote_code
             loading.models[path] = load_draft(path, field=self.field(spec), dtype=dtype, trust_remote_code=code)
         tokenizer = loading.tokenizers[path]
-        other = self.recounts(spec) and tokenizer.get_vocab() != loading.tokenizer.get_vocab()
+        other = self.renumbers(spec) and tokenizer.get_vocab() != loading.tokenizer.get_vocab()
         check_head(loading.models[path].config, tokenizer, self.field(spec), None if other else loading.target.config)
         return loading.models[path]
 

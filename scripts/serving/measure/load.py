@@ -77,7 +77,7 @@ class MeasuredServer:
         except InputError:
             if self.engine.kind != "sglang":
                 raise
-            return ServerMetrics(ServerCounts(), None, 0, None, None, None)
+            return ServerMetrics(ServerCounts(), None, 0, None, None)
 
     def check(self, question: SentPrompt) -> None:
         """Raise InputError unless a prompt of known length and its completion fit the model."""

@@ -20,8 +20,8 @@ def machine(monkeypatch):
     return state
 
 
-def test_two_times_agree_within_a_twentieth():
-    assert clock.agree([1.04, 3.0, 1.0]) and not clock.agree([1.06, 1.0]) and clock.agree([2.0])
+def test_two_times_agree_unless_one_was_disturbed():
+    assert clock.agree([1.14, 3.0, 1.0]) and not clock.agree([1.16, 1.0]) and clock.agree([2.0])
 
 
 def test_a_burst_changes_no_least_time_and_is_met_with_more_turns(machine):
@@ -57,4 +57,4 @@ def test_turns_end_where_times_never_agree_and_skip_what_failed():
     assert taken == [["failed", "noisy", "quiet"]] * 2 + [["noisy"]] * 2
     words = clock.turns_taken(times.values(), 2)
     assert words.startswith("each of 2 decodes timed 2 times, the fastest taken; 1 timed again, since ")
-    assert words.endswith("differed by more than 5%, 1 still do")
+    assert words.endswith("differed by more than 15%, 1 still do")

@@ -162,6 +162,5 @@ def test_tokenizers_may_differ_at_their_ends_alone(tokenizer):
         check_same_tokenizer(longer, renamed, "t", "d", ends_may_differ=True)
     assert str(error.value) == (
         f"draft d: expected the tokenizer of target t, found 1 tokens that differ, the first {end}: '<other>' in the "
-        "draft, '<extra>' in the target; carve a draft from the target (init.layers), or decode with "
-        "RetokenizedProposer"
+        "draft, '<extra>' in the target; carve a draft from the target (init.layers)"
     )
