@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from short_timing import shorten
 from transformers import Trainer
 
 from draftsmith.decode import (
@@ -17,10 +16,8 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.clock import least_seconds
-from draftsmith.decode.planning import costs
 from draftsmith.medusa import MedusaHeads
-from draftsmith.scripts import quickstart, tree
+from draftsmith.scripts import quickstart
 from draftsmith.train.data.corpus import stdlib_modules, stdlib_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
@@ -72,20 +69,16 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Quickstart with the shipped configs, but texts of 8 tokens, T=0, and few costs, each measured once on fewer."""
+    """Quickstart with the shipped configs, but texts of 8 tokens and T=0 alone."""
     configured = quickstart._config
     tokens = {
         "prepare": {"max_new_tokens": 8},
-        "measure": {"max_new_tokens": 8, "compiled": "false", "context": 16, "temperature": "0"},
+        "measure": {"max_new_tokens": 8, "compiled": "false", "temperature": "0"},
         "tree": {"compiled": "false", "dtype": "float32"},
     }
     monkeypatch.setattr(
         quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )
-    shorten(monkeypatch)
-    monkeypatch.setattr(tree, "LADDER", tree.LADDER[:2])
-    monkeypatch.setattr(tree, "REPEATS", 1)
-    monkeypatch.setattr(costs, "least_seconds", lambda calls, repeats, device: least_seconds(calls, 1, device))
 
 
 def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch, short):
