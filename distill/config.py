@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.decode.options import Options
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import ObjectiveConfig
 
@@ -157,7 +157,7 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
 
 
 @dataclass
-class DistillPlanConfig(TrainingMachines, DistillConfig):
+class DistillPlanConfig(Machines, DistillConfig):
     """Predict whether a run fits its GPUs and how long it takes, from the run's own config.
 
     Other recipes (`--recipe`) have other fields.

@@ -40,7 +40,7 @@ class DraftPlan(TrainingPlan):
 
     def __init__(self, config: DistillPlanConfig):
         super().__init__(config)
-        if config.served or (config.teacher_cache and holds_features(config.teacher_cache[0])):
+        if config.teacher or (config.teacher_cache and holds_features(config.teacher_cache[0])):
             # The head makes distributions of the given states.
             self.setting = replace(self.setting, target="elsewhere")
         self._cache_bytes = lru_cache(partial(trace_cache, self.mode))
@@ -190,7 +190,7 @@ class DraftPlan(TrainingPlan):
         """Return changes that may help, including a teacher cache."""
         known = super().known_changes()
         config = self.config
-        if not (config.teacher_cache or config.on_policy or config.served):
+        if not (config.teacher_cache or config.on_policy or config.teacher):
             known.append(("teacher_cache", "target", None))
         return known
 

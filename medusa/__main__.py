@@ -40,7 +40,6 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
             config.num_heads,
             token_map=self.token_map,
             num_hidden_layers=config.num_layers,
-            medusa_fc_bias=config.bias,
             original_lm_head=config.lm_heads == "shared",
             hydra=config.hydra,
             base_model_name_or_path=config.target,
@@ -48,10 +47,9 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
 
     def first_look(self) -> None:
         """Scale each copy, unless the target is on several devices."""
-        config = self.config
-        if config.train_lm_heads and config.target_device != "auto":
+        if self.config.target_device != "auto":
             texts = few_texts(self.data)
-            scale_logits(self.heads, self.states_of(texts), texts, self.tokens, config.target_sharded)
+            scale_logits(self.heads, self.states_of(texts), texts, self.tokens, self.config.target_sharded)
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""

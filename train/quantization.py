@@ -33,17 +33,6 @@ def _settings(config: PretrainedConfig) -> tuple[str, dict[str, Any]]:
     return getattr(values.get("quant_method"), "value", None) or str(values.get("quant_method")), values
 
 
-def arithmetic_of(config: PretrainedConfig) -> str:
-    """Return what linear maps multiply in: fp8 or fp4 where inputs are quantised as weights are, bfloat16 elsewhere."""
-    method, values = _settings(config)
-    named = "nvfp4" if method == "nvfp4" else f"{values.get('quant_algo', '')}".lower()  # the latter is ModelOpt's
-    inputs = [group.get("input_activations") or {} for group in (values.get("config_groups") or {}).values()]
-    bits = {one.get("num_bits") if one.get("type") == "float" else None for one in inputs}
-    if named == "nvfp4" or bits == {4}:
-        return "fp4"
-    return "fp8" if named == "fp8" or method in ("fp8", "fbgemm_fp8", "mxfp8") or bits == {8} else "bfloat16"
-
-
 def quantization_of(config: PretrainedConfig) -> str | None:
     """Return how a model's weights were quantised, such as "torchao, 8 bits"; None for floating point."""
     method, values = _settings(config)

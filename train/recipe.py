@@ -288,9 +288,6 @@ class ObjectiveConfig(RecipeConfig):
     """The share of the first distribution that the skewed divergences mix into the second."""
     eta: float = 3.0
     """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
-    lk_alpha: str = "position"
-    """The α that weighs lk_hybrid: that of each "position", or the mean over a "batch" (one forward of one process; for
-    drafting heads, of each head), which computes the loss's matrix products twice."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,5 +308,5 @@ class ObjectiveConfig(RecipeConfig):
         from draftsmith.train.losses.objective import Objective
 
         sampling = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        shape = {name: getattr(self, name) for name in ("beta", "alpha", "eta", "lk_alpha")}
+        shape = {name: getattr(self, name) for name in ("beta", "alpha", "eta")}
         return Objective(self.terms, **sampling, **shape, **fields)

@@ -4,6 +4,7 @@ For masks over more than one query, as after drafting, the library's `sdpa` copi
 head that shares them. Here a group's queries become rows of one head: the cache is read once, with the same numbers.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ from transformers.masking_utils import sdpa_mask
 from draftsmith.decode.cache.kernels import flash_takes, repeat_heads
 
 NAME = "draftsmith_grouped"
+
+
+class _LastMask(threading.local):
+    """The mask of this thread's forward and its rows for a group: all layers have the same one."""
+
+    mask: Tensor | None = None
+    rows: Tensor | None = None
+
+
+_LAST = _LastMask()
 
 
 def grouped_attention(
@@ -41,6 +52,10 @@ def grouped_attention(
         if attention_mask is None and groups > 1 and not flash_takes(query):  # the only kernel that takes groups
             key, value = repeat_heads(key, heads), repeat_heads(value, heads)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if attention_mask is not None and length > 1:
+        if _LAST.mask is not attention_mask or _LAST.rows is None or _LAST.rows.shape[2] != groups * length:
+            _LAST.mask, _LAST.rows = attention_mask, attention_mask.repeat(1, 1, groups, 1)
+        attention_mask = _LAST.rows
     states = in_groups(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
     return states.transpose(1, 2).contiguous(), None
 
@@ -48,11 +63,12 @@ def grouped_attention(
 def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Attend with the queries of a group as rows of one head, without copies of keys and values.
 
-    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S).
+    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S), or
+    has the rows of all queries of a group, (B or 1, 1, G K, S).
     """
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
-    if mask is not None and length > 1:  # one query's mask serves all rows of the head
+    if mask is not None and 1 < mask.shape[2] == length:  # one query's mask serves all rows of the head
         mask = mask.repeat(1, 1, groups, 1)
     packed = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, heads // groups, groups * length, width),
@@ -94,5 +110,6 @@ class Grouped:
         self._config["_attn_implementation_internal"] = NAME
 
     def __exit__(self, *_: object) -> None:
+        _LAST.mask = _LAST.rows = None
         # If two threads run one model, the first to end restores `sdpa` for both: slower, with the same numbers.
         self._config["_attn_implementation_internal"] = "sdpa"

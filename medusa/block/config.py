@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import InputError, at_least, at_most, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 
 INITS = ("auto", "look_back", "last_layers", "random")
 SPECULATORS = ("DFlash", "DSpark", "DFlash2")
@@ -103,7 +103,7 @@ class BlockTrainingConfig(HeadsConfig):
 
 
 @dataclass
-class BlockPlanConfig(TrainingMachines, BlockTrainingConfig):
+class BlockPlanConfig(Machines, BlockTrainingConfig):
     """Say whether a training run of a block drafter fits its GPUs and how long it takes."""
 
     plan_class = "draftsmith.medusa.block.memory:BlockPlan"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import HEADS, InputError, at_least, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 
 INITS = ("auto", "last_layer", "random")
 SHAPE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -63,7 +63,7 @@ class EagleTrainingConfig(HeadsConfig):
 
 
 @dataclass
-class EaglePlanConfig(TrainingMachines, EagleTrainingConfig):
+class EaglePlanConfig(Machines, EagleTrainingConfig):
     """Say whether a training run of EAGLE-3 heads fits its GPUs and how long it takes."""
 
     plan_class = "draftsmith.medusa.eagle.memory:EaglePlan"

@@ -40,7 +40,7 @@ class Joint(nn.Module):
             with torch.random.fork_rng(devices=[]):  # the same adapters on each process, and in each run
                 torch.manual_seed(int(config.training.seed))
                 add_lora(backbone, config.lora)
-        elif config.needs_original:
+        else:
             self._copy.append(copy.deepcopy(backbone).requires_grad_(False).eval())
         # Names, because sharding replaces the parameters.
         self._trained = {n for n, p in backbone.named_parameters() if p.requires_grad or config.backbone == "full"}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import HEADS, SHARE, InputError, at_least, more_than, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 from draftsmith.train.options import LoraOptions
 
 BACKBONES = ("frozen", "lora", "full")
@@ -23,10 +23,6 @@ class MedusaTrainingConfig(HeadsConfig):
     lm_heads: str = "own"
     """"own": each head has its own language-model head, at first the target's times a factor that suits a few of the
     completions; "shared": one for all."""
-    train_lm_heads: bool = True
-    """Train language-model heads too, or only the blocks."""
-    bias: bool = False
-    """Whether the blocks' linear maps have biases."""
     hydra: bool = False
     """Hydra heads: each also sees the embeddings of the tokens before its own, including drafted ones."""
     backbone: str = "frozen"
@@ -34,13 +30,6 @@ class MedusaTrainingConfig(HeadsConfig):
     `target_quantization`, or in "full", in float32. Decoding then gives the new backbone's text, not the old one's."""
     lora: LoraOptions = field(default_factory=LoraOptions)
     """Adapters of the backbone; merged when it is saved."""
-    backbone_divergence: str = "forward_kl"
-    """The backbone's objective: forward_kl to the original target (self-distillation), or cross_entropy on the
-    completions."""
-    backbone_weight: float = 1.0
-    """λ_0, the weight of the backbone's loss; the heads' losses have `heads_weight`."""
-    heads_weight: float = 0.2
-    """The weight of the heads' losses in joint training."""
     head_learning_rate_multiplier: float = 4.0
     """In joint training, the heads' learning rate over the backbone's, which is `training.learning_rate`."""
     warmup_heads: float = 0.0
@@ -50,10 +39,9 @@ class MedusaTrainingConfig(HeadsConfig):
         super().__post_init__()
         require(self, one_of(LM_HEADS), "lm_heads")
         require(self, one_of(BACKBONES), "backbone")
-        require(self, one_of(("forward_kl", "cross_entropy")), "backbone_divergence")
         require(self, at_least(1), "num_heads", "num_layers")
         require(self, HEADS, "num_heads", "num_layers")
-        require(self, more_than(0), "backbone_weight", "heads_weight", "head_learning_rate_multiplier")
+        require(self, more_than(0), "head_learning_rate_multiplier")
         require(self, SHARE, "warmup_heads")
         if self.joint and (self.target_sharded or self.target_device):
             raise InputError(
@@ -95,14 +83,9 @@ class MedusaTrainingConfig(HeadsConfig):
         """Whether the target is trained too."""
         return self.joint
 
-    @property
-    def needs_original(self) -> bool:
-        """Whether joint training compares with the original target."""
-        return self.backbone_divergence != "cross_entropy" or self.objective.needs_target
-
 
 @dataclass
-class MedusaPlanConfig(TrainingMachines, MedusaTrainingConfig):
+class MedusaPlanConfig(Machines, MedusaTrainingConfig):
     """Say whether a training run of Medusa heads fits its GPUs and how long it takes."""
 
     plan_class = "draftsmith.medusa.heads.memory:MedusaPlan"

@@ -59,14 +59,11 @@ class MedusaPlan(HeadsPlan):
             num_heads=config.num_heads,
             num_hidden_layers=config.num_layers,
             truncated_vocab_size=config.draft_vocabulary or vocab_size,
-            medusa_fc_bias=config.bias,
             original_lm_head=lm_heads == "shared",
             lm_head_bias=head.bias is not None,
             hydra=config.hydra,
         )
         heads = MedusaHeads(shape)
-        for lm_head in heads.all_lm_heads:
-            lm_head.requires_grad_(config.train_lm_heads)
         return heads
 
     def ends(self, drafter: MedusaHeads) -> Sequence[nn.Module]:
@@ -89,7 +86,7 @@ class MedusaPlan(HeadsPlan):
             return super().target_held(setting)
         size = Weights.of(self.target(setting.target_dtype)).all
         copy = "the target as it was: weights in float32, whole"
-        return {copy: 4.0 * size * self.config.needs_original}
+        return {copy: 4.0 * size}
 
     def count(self, heads: MedusaHeads) -> int:
         """Return the number of heads."""

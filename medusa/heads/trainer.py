@@ -32,6 +32,8 @@ from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.runs import declare_dtype, in_dtype, save_model
 from draftsmith.train.trainer import texts
 
+HEADS_WEIGHT = 0.2  # the weight of the heads' losses where the backbone is trained too
+
 
 class MedusaTrainer(HeadsTrainer):
     """The trainer that minimises Σ_i decay^i · objective of head i on completions, against the target or their text."""
@@ -53,9 +55,6 @@ class MedusaTrainer(HeadsTrainer):
             raise InputError(
                 "target_sharded: expected false for Hydra heads, which see the target's embeddings, found true"
             )
-        if not config.train_lm_heads:
-            for lm_head in heads.all_lm_heads:
-                lm_head.requires_grad_(False)  # before the optimizer is made
         model: Any = Joint(heads, target, config) if config.joint else heads
         # Their losses run inside of their forwards: `train/losses/inside_forward.py`.
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
@@ -107,35 +106,32 @@ class MedusaTrainer(HeadsTrainer):
         return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
 
     def _joint_loss(self, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return the weighted sum of the backbone's loss and the heads'; both learn from the original backbone."""
+        """Return the backbone's loss plus `HEADS_WEIGHT` times the heads'; both learn from the original backbone."""
         config, batch = self.config, texts(inputs)
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
         with self.clock.phase("teacher"):
-            teacher_hidden = joint.original_hidden(batch) if config.needs_original else None
+            teacher_hidden = joint.original_hidden(batch)
         # While only the heads are trained, the backbone needs no graph.
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
             hidden = last_hidden(joint.backbone, **batch)
 
         def losses(hidden: Tensor) -> Tensor:
-            original = None if teacher_hidden is None else (teacher_hidden, joint.original_head().cut(self.vocab_size))
-            teacher = None if original is None else (original[0], self.vocabulary.teacher_head(original[1]))
+            original_head = joint.original_head().cut(self.vocab_size)
+            teacher = teacher_hidden, self.vocabulary.teacher_head(original_head)
             embed = joint.backbone.get_input_embeddings()
-            total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
+            total = HEADS_WEIGHT * self._heads_loss(hidden, embed, inputs, teacher)
             if warming:
                 return total
-            objective = Objective({config.backbone_divergence: 1.0})
-            p = None
-            if objective.needs_target and original is not None:
-                # Self-distillation: the backbone's teacher is its original.
-                p = LiveDistributions(positions.take(original[0]), original[1])
+            # Self-distillation: the backbone's teacher is its original.
+            p = LiveDistributions(positions.take(teacher_hidden), original_head)
             backbone_head = head_of(joint.backbone).cut(self.vocab_size)
             labels = positions.next_tokens(inputs["input_ids"])
             with self.clock.phase("loss"):
                 backbone_loss = chunked_objective(
-                    objective, positions.take(hidden), backbone_head, p, labels, sizes=self.sizes
+                    Objective({"forward_kl": 1.0}), positions.take(hidden), backbone_head, p, labels, sizes=self.sizes
                 )
-            return total + config.backbone_weight * backbone_loss
+            return total + backbone_loss
 
         return joint.inside_head(hidden, losses)
 

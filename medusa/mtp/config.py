@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from draftsmith.decode.errors import HEADS, InputError, at_least, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 
 
 @dataclass
@@ -55,7 +55,7 @@ class MtpTrainingConfig(HeadsConfig):
 
 
 @dataclass
-class MtpPlanConfig(TrainingMachines, MtpTrainingConfig):
+class MtpPlanConfig(Machines, MtpTrainingConfig):
     """Say whether a training run of MTP layers fits its GPUs and how long it takes."""
 
     plan_class = "draftsmith.medusa.mtp.memory:MtpPlan"

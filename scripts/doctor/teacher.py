@@ -61,7 +61,7 @@ def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
                 rate = measured_speed(teacher, target.head)
             each, token = rate / len(urls), len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize
             text = f"{speed(each)} tokens/s from each server, {each * token / 1e9:.3g} GB/s of states"
-            yield Finding("ok", name, f"{text}; see plan --teacher_tokens_per_second {speed(each)}")
+            yield Finding("ok", name, text)
     except InputError as error:
         yield Finding("error", name, str(error).removeprefix("teacher: "), remedy)
 

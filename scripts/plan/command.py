@@ -12,7 +12,7 @@ from draftsmith.scripts.plan.config import plan_config
 from draftsmith.train.cli import parse_config
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import MemoryPlan
-from draftsmith.train.memory.setting import GIB, Machines, TrainingMachines, gib
+from draftsmith.train.memory.setting import GIB, Machines, gib
 from draftsmith.train.models import default_device, fast_dtype
 
 DOES_NOT_FIT = 3
@@ -84,11 +84,8 @@ def report(plan: MemoryPlan, console: Console) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan as the flags say; return 0 if the run fits, 3 if not."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    config_class = plan_config(arguments)
-    if issubclass(config_class, TrainingMachines):
-        # Otherwise bf16 would require a GPU on this machine, which only plans.
-        arguments += ["--training.use_cpu", "true"]
-    config = parse_config(config_class, arguments, prog="draftsmith plan")
+    # Otherwise bf16 would require a GPU on this machine, which only plans.
+    config = parse_config(plan_config(arguments), [*arguments, "--training.use_cpu", "true"], prog="draftsmith plan")
     with phase("plan"):
         fits = report(config.memory_plan(), Console())
     return 0 if fits else DOES_NOT_FIT

@@ -16,12 +16,12 @@ import pytest
 import torch
 from pages import GUIDES
 from rich.console import Console
+from round_counts import count, random_drafts, tiny
 
-from benchmarks import common, divergence, floor, rounds, study, targets
+from benchmarks import common, divergence, floor, study, targets
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import law, shapes
 from benchmarks.gpu.cases import Place
-from benchmarks.rounds import count, random_drafts
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -57,7 +57,6 @@ def test_every_command_line_of_the_documentation_parses():
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [
-        ("rounds", ["--batch_size", "[0]"], "batch_size: expected at least 1, found 0"),
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
         ("targets", ["--families", "[gpt2, none]"], "families: expected model types of causal LMs, found none"),
         ("study", ["--recipe", "none"], "recipe: expected one of distill"),
@@ -169,18 +168,6 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
 
 
 @pytest.mark.usefixtures("untraced")
-def test_rounds_of_a_pair_are_counted_and_timed(pair, tmp_path):
-    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--batch_size", "[1, 2]"]
-    arguments += ["--repeats", "1", "--max_new_tokens", "40"]
-    figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)
-    settings = {f"B = {rows}, T = {temperature}" for rows in (1, 2) for temperature in (0, 1)}
-    assert set(figures["rounds"]) == {f"mine, {setting}" for setting in settings}
-    assert set(figures["times"]) == {f"{name}, {setting}" for name in ("plain", "mine") for setting in settings}
-    assert figures["rounds"]["mine, B = 1, T = 0"]["kernels"] > 0
-    assert all(0 < of_method["outside_share"] < 1 for of_method in figures["times"].values())
-
-
-@pytest.mark.usefixtures("untraced")
 def test_rounds_are_timed_beside_their_products(pair, tmp_path):
     arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "40"]
     figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
@@ -192,7 +179,7 @@ def test_rounds_are_timed_beside_their_products(pair, tmp_path):
 
 def test_the_products_of_a_round_are_those_of_its_forwards():
     """Of the target once, of a draft model for each token, of Hydra heads for each node that has children."""
-    target, draft = rounds.tiny(0), rounds.tiny(1)
+    target, draft = tiny(0), tiny(1)
     tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
     heads = MedusaHeads.of_target(target, tree.depth, hydra=True).requires_grad_(False)
     products = floor.Products([target, draft, heads])

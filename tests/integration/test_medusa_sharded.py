@@ -31,7 +31,7 @@ def planned(pipeline: Path, processes: int) -> dict[str, dict]:
     steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     # α falls or rises from the first step on: an early checkpoint has to be found again.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": False}
-    shared = {"lm_heads": "shared", "num_layers": 2, "bias": True, "draft_vocabulary": 40, "divergence": "jsd"}
+    shared = {"lm_heads": "shared", "num_layers": 2, "draft_vocabulary": 40, "divergence": "jsd"}
     split: dict = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} if processes == 2 else {}
     return {
         "hydra": {"hydra": True, "heldout": [str(pipeline / "heldout")], "training": steps | best},

@@ -1,6 +1,5 @@
 """Plans of heads, teacher caches and completions: what is held, against real tensors; hours, against the arithmetic."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ from draftsmith.medusa.heads.memory import MedusaPlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan import command as plan_command
 from draftsmith.scripts.plan.command import report
-from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
-from draftsmith.scripts.plan.inference import READING
 from draftsmith.train.cli import parse_config
-from draftsmith.train.job.flops import DEVICES, Work
+from draftsmith.train.job.flops import Work
 from draftsmith.train.memory.plan import PROCESS
 from draftsmith.train.memory.setting import GIB
 from draftsmith.train.runs import save_model
@@ -101,13 +98,10 @@ def test_what_does_not_fit_gets_advice(target, capsys, monkeypatch):
 
 
 def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(target):
-    machines = {"sequence_length": LENGTH, "tokens": 1e9, "gpus": 4, "mfu": 0.5, "device": "A100", "dtype": "bfloat16"}
+    machines = {"sequence_length": LENGTH, "tokens": 1e9, "gpus": 4, "mfu": 0.5, "device": "A100"}
     speed = 0.5 * 312e12 * 4 * 3600
     work = Work.of(tiny_llama(0, VOCAB, layers=2, hidden=64))
     each = work.forward(1, LENGTH / 2, 1)
-    cache = parse_config(CachePlanConfig, argv(target, output="o", **machines)).memory_plan()
-    assert cache.hours() == pytest.approx(1e9 * each / speed)
-    del machines["dtype"]
     plan = heads_plan(target, **machines, lm_heads="shared")
     of_heads = 3 * 2 * (64 * 64 + 64 * VOCAB) * 3  # forward and backward of three heads
     assert plan.hours() == pytest.approx(1e9 * (each + of_heads) / speed)
@@ -123,47 +117,12 @@ def test_short_times_are_said_in_smaller_units(target, capsys, monkeypatch):
 
 def test_a_target_that_is_loaded_otherwise_here_is_told_of(target, capsys, monkeypatch):
     """A GPU loads bfloat16 as it is stored; a CPU without arithmetic for it does not."""
-    flags = ["plan", "--recipe", "cache", *argv(target, output="o", sequence_length=LENGTH), "--dtype", "auto"]
+    flags = ["plan", *argv(target, recipe="medusa", sequence_length=LENGTH), "--target_dtype", "auto"]
     for here, told in (("float64", True), ("float32", False)):
         monkeypatch.setattr(plan_command, "fast_dtype", lambda config, device, here=here: here)
         assert cli.main(flags) == 0
-        line = f"this machine loads it in {here}, which --dtype {here} plans"
+        line = f"this machine loads it in {here}, which --target_dtype {here} plans"
         assert (line in capsys.readouterr().out) == told
-
-
-def test_a_target_in_few_bits_or_over_several_gpus_takes_less_of_each(target):
-    machines = {"sequence_length": LENGTH, "gpus": 4, "output": "o", "dtype": "bfloat16"}
-    plans = {
-        name: parse_config(CachePlanConfig, argv(target, **machines, **options)).memory_plan()
-        for name, options in {
-            "whole": {}, "4bit": {"target_quantization": "4bit"}, "auto": {"target_device": "auto"},
-        }.items()
-    }  # fmt: skip
-    held = {name: sum(plan.held(plan.setting).values()) for name, plan in plans.items()}
-    assert held["4bit"] < held["whole"] and held["auto"] == held["whole"] / 4
-    assert plans["auto"].hours() == 4 * plans["whole"].hours()  # one copy, whose layers wait for each other
-
-
-def test_features_are_planned_with_their_bytes_on_disk(target, capsys):
-    flags = argv(target, output="o", sequence_length=LENGTH, dtype="bfloat16", features=True, layer_ids="[1, 2]")
-    plan = parse_config(CachePlanConfig, flags).memory_plan()
-    assert plan.disk_bytes() == 3 * 64 * 2
-    (moment,) = plan.moments(replace(plan.setting, rows=ROWS))
-    assert moment.parts["features"] == 2 * ROWS * LENGTH * 2 * 64 * 2  # two depths, apart and joined, in bfloat16
-    assert cli.main(["plan", "--recipe", "cache", *flags, "--tokens", "1e9"]) == 0
-    assert "on disk: at most 384 GB, 384 bytes a token" in capsys.readouterr().out
-
-
-def test_texts_are_written_at_the_speed_of_the_memory(target):
-    flags = argv(target, output="o", prompts="p", sequence_length=LENGTH, dtype="bfloat16", batch_size=2, tokens=1e6)
-    at = flags.index("--completions")
-    plan = parse_config(PreparePlanConfig, flags[:at] + flags[at + 2 :]).memory_plan()
-    model = tiny_llama(0, VOCAB, layers=2, hidden=64)
-    cache = 2 * 2 * 2 * 2 * 16 * LENGTH * 2  # k and v, rows, layers, key-value heads, width, positions, bytes
-    read = 2 * sum(p.numel() for p in model.parameters()) + cache / 2
-    assert plan.bytes_of_a_step() == pytest.approx(read, rel=0.02)
-    seconds = plan.bytes_of_a_step() / (DEVICES["H100"].terabytes * 1e12 * READING)
-    assert plan.hours() == pytest.approx(1e6 / 2 * seconds / 3600)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +130,7 @@ def test_texts_are_written_at_the_speed_of_the_memory(target):
     [
         (
             {"recipe": "export"},
-            "recipe: expected one of distill, medusa, eagle, block, mtp, cache, prepare",
-        ),
-        ({"recipe": "cache", "output": "o"}, "sequence_length: expected the tokens of a sample"),
-        (
-            {"recipe": "cache", "output": "o", "sequence_length": 9, "features": True, "teacher": "vllm:http://a:1"},
-            "teacher: expected none to plan a cache on GPUs here, found vllm:http://a:1",
+            "recipe: expected one of distill, medusa, eagle, block, mtp",
         ),
         ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
         ({"recipe": "medusa", "sequence_length": 9, "draft_vocabulary": 301}, "draft_vocabulary: expected at most 300"),

@@ -6,11 +6,11 @@ import pytest
 
 from draftsmith.scripts.plan.config import plan_config
 from draftsmith.train.cli import parse_config
-from draftsmith.train.memory.setting import GIB, TrainingMachines
+from draftsmith.train.memory.setting import GIB
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ROOT / "tests" / "golden" / "configs"
-PLANNED = ("block", "cache", "distill", "eagle", "medusa", "prepare")
+PLANNED = ("block", "distill", "eagle", "medusa")
 DRAFTS = {
     "qwen3-8b-to-0.6b": "qwen3-0.6b",
     "qwen3-8b-to-0.6b-parallel": "qwen3-0.6b",
@@ -25,18 +25,14 @@ def planned(call: str):
     """The plan of a line: a shipped config, and flags."""
     recipe, name, *flags = call.split()
     argv = ["--recipe", recipe, "--config", str(ROOT / "configs" / recipe / f"{name}.yaml")]
-    trains = recipe not in ("cache", "prepare")
     if not name.startswith("tiny"):
-        target = name.partition("-to-")[0].removesuffix("-carved").removesuffix("-features")
+        target = name.partition("-to-")[0].removesuffix("-carved")
         argv += ["--target_config", str(SHAPES / f"{target}.json")]
         argv += ["--draft_config", str(SHAPES / f"{DRAFTS[name]}.json")] if name in DRAFTS else []
-        # Heads and drafts on eight GPUs, the others on one, as the files say.
-        argv += ["--gpus", "8"] if trains else ["--sequence_length", "2048" if recipe == "cache" else "4096"]
-    elif trains:
+        argv += ["--gpus", "8"]  # as the files say
+    else:
         argv += ["--max_length", "256", "--loss_chunk", str(2**20)]
-    config_class = plan_config([*argv, *flags])
-    on_cpu = ["--training.use_cpu", "true"] if issubclass(config_class, TrainingMachines) else []
-    return parse_config(config_class, [*argv, *flags, *on_cpu]).memory_plan()
+    return parse_config(plan_config(argv), [*argv, *flags, "--training.use_cpu", "true"]).memory_plan()
 
 
 def test_each_shipped_config_is_in_the_table():

@@ -30,7 +30,7 @@ CEILING = ROOT / "tests" / "ceiling.json"
 FORMS = {
     "measure": [[], ["--server"]],
     "tune": [[], ["--reports"], ["--drafter", "hybrid:"]],
-    "plan": [["--recipe", name] for name in ("cache", "prepare", *(n for n, r in cli.recipes().items() if r.plan))],
+    "plan": [["--recipe", name] for name, recipe in cli.recipes().items() if recipe.plan],
 }
 """The arguments that choose among a command's configs."""
 

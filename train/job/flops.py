@@ -14,37 +14,16 @@ from transformers.pytorch_utils import Conv1D
 from draftsmith.decode.cache.states import STATES, layer_kinds
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head, kept_tokens
 
-
-@dataclass(frozen=True)
-class Device:
-    """A device's peak rates, as its maker states them."""
-
-    tflops: float  # dense bfloat16 operations per second, in 10¹²
-    terabytes: float  # bytes read from memory per second, in 10¹²
-    fp8: int = 1  # operations on 8-bit floating-point numbers in place of one in bfloat16; 1 without units for them
-    fp4: int = 1  # the same of 4-bit ones
-
-
 DEVICES = {
-    "B200": Device(2250, 8.0, fp8=2, fp4=4),
-    "H200": Device(989, 4.8, fp8=2),
-    "H100 PCIe": Device(756, 2.0, fp8=2),
-    "H100": Device(989, 3.35, fp8=2),
-    "A100": Device(312, 2.0),
-    "L40S": Device(362, 0.864, fp8=2),
-    "L40": Device(181, 0.864, fp8=2),
-    "L4": Device(121, 0.3, fp8=2),
-    "A10G": Device(70, 0.6),
-    "A10": Device(125, 0.6),
-    "RTX 4090": Device(165, 1.0, fp8=2),
-    "RTX 3090": Device(71, 0.936),
-}
-"""Devices by a part of their names; longer names come first."""
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
+    "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+"""Dense bfloat16 operations a second in 10¹², as makers state them, by a part of a device's name; longer ones first."""
 
 
-def known_device(name: str) -> Device | None:
-    """Return the device with a driver's name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
-    return next((device for part, device in DEVICES.items() if part in name), None)
+def known_speed(name: str) -> int | None:
+    """Return the operations of a device with a driver's name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
+    return next((speed for part, speed in DEVICES.items() if part in name), None)
 
 
 @dataclass(frozen=True)

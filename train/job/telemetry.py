@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from draftsmith.decode.clock import speed
 from draftsmith.decode.progress import Phase, phase
-from draftsmith.train.job.flops import known_device
+from draftsmith.train.job.flops import known_speed
 from draftsmith.train.losses.positions import IGNORED
 
 PHASES = ("teacher", "draft", "loss", "data", "text")
@@ -79,7 +79,7 @@ class Telemetry:
         self._args, self._work = args, work
         half = args.bf16 or args.fp16
         name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else ""
-        self._peak = known_device(name) if half else None  # the float32 peak depends on settings
+        self._peak = known_speed(name) if half else None  # the float32 peak depends on settings
         self._began: float | None = None
         self._steps = 0
         self._restart()
@@ -119,7 +119,7 @@ class Telemetry:
         figures |= {f"time_{name}": seconds.get(name, 0.0) / total for name in (*PHASES, "rest")}
         work = self._work(self._positions, attended, tokens / world)
         if self._peak is not None and work is not None:
-            figures["mfu"] = work / total / (self._peak.tflops * 1e12)
+            figures["mfu"] = work / total / (self._peak * 1e12)
         if self._args.device.type == "cuda":
             figures["gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._args.device) / 2**30
         step_seconds = (time.perf_counter() - self._began) / self._steps

@@ -32,7 +32,7 @@ class Recipe:
     package: str  # the module that `accelerate launch -m` starts
     config: str  # the dataclass of its fields, as "module:Class"
     plan: str | None = None
-    """The dataclass of the fields of its plan, a `train.memory.setting.TrainingMachines`, as "module:Class"."""
+    """The dataclass of the fields of its plan, a `train.memory.setting.Machines`, as "module:Class"."""
     begun: str = "heads"  # the field that names the drafter from which a run continues
     made: tuple[str, ...] = ()
     """The fields that describe a new drafter, or prefixes of their names; omitted where a run continues."""

@@ -80,16 +80,20 @@ def chunked_objective(
     Gradients flow to `hidden_NH` and to the head, which is cut to the tokens. `teacher` is None for an objective that
     needs no target. `follows_N`, `weights_N` and `starts_N` are those of `Objective.shortfall`.
     """
-    # Without coupled positions, each weight is a constant and one pass is enough. Otherwise the first pass computes
-    # the features of all positions, and the second takes gradients with the weights that these give.
+    # Without blocks each weight is a constant, and one pass is enough. Otherwise the first computes the features of all
+    # positions, and the second takes gradients with the weights that these give.
     args = (labels_N, hidden_NH, head, teacher, sizes)
-    if not objective.couples:
+    if not objective.has_blocks:
         weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
         if weights_N is not None:
             weights_N1 = weights_N1 * weights_N[:, None]
         return chunked_sum(objective.features, weights_N1, *args)[0]
-    total, weights_NK = _coupled(objective, chunked_features(objective.features, *args), follows_N, weights_N, starts_N)
-    return _valued(chunked_sum(objective.features, weight * weights_NK, *args)[0], weight * total)
+    features_NK = chunked_features(objective.features, *args)
+    with torch.enable_grad():
+        total = objective.shortfall(features_NK.requires_grad_(True), follows_N, weights_N, starts_N)
+        (weights_NK,) = torch.autograd.grad(total, features_NK)
+    linear = chunked_sum(objective.features, weight * weights_NK, *args)[0]
+    return linear - linear.detach() + weight * total.detach()  # the gradients of the sum, the value of the total
 
 
 def chunked_objectives(
@@ -104,35 +108,8 @@ def chunked_objectives(
     A learner is its hidden states (N, H), its head (several may share one), the positions that count, (N,) of 0 and 1,
     and the weight of its sum. `teacher` is None for an objective that needs no target.
     """
-    values, weighted = list[Tensor](), list[tuple[Tensor, OutputHead, Tensor]]()
-    for states_NH, head, counts_N, weight in learners:
-        weights_NK = counts_N[:, None]
-        if objective.couples:
-            features_NK = chunked_features(objective.features, labels_N, states_NH, head, teacher, sizes)
-            total, weights_NK = _coupled(objective, features_NK, counts_N=counts_N)
-            values.append(weight * total)
-        weighted.append((states_NH, head, weight * weights_NK))
-    linear = chunked_sums(objective.features, labels_N, weighted, teacher, sizes)
-    return _valued(linear, torch.stack(values).sum()) if values else linear
-
-
-def _coupled(
-    objective: Objective,
-    features_NK: Tensor,
-    follows_N: Tensor | None = None,
-    counts_N: Tensor | None = None,
-    starts_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return an objective's value and its gradient to the features, by which positions weigh each other's gradients."""
-    with torch.enable_grad():
-        total = objective.shortfall(features_NK.requires_grad_(True), follows_N, counts_N, starts_N)
-        (weights_NK,) = torch.autograd.grad(total, features_NK)
-    return total.detach(), weights_NK
-
-
-def _valued(linear: Tensor, value: Tensor) -> Tensor:
-    """Return a sum with the gradients of `linear` and the value of `value`."""
-    return linear - linear.detach() + value
+    weighted = [(states_NH, head, weight * counts_N[:, None]) for states_NH, head, counts_N, weight in learners]
+    return chunked_sums(objective.features, labels_N, weighted, teacher, sizes)
 
 
 def chunked_sum(

@@ -59,17 +59,10 @@ def lk_hybrid(log_p_NE: Tensor, log_q_NE: Tensor, eta: float = 3.0) -> Tensor:
     return lk_blend(forward_kl(log_p_NE, log_q_NE), tvd(log_p_NE, log_q_NE), eta)
 
 
-def lk_blend(kl_N: Tensor, tv_N: Tensor, eta: float, weights_N: Tensor | None = None) -> Tensor:
-    """Return λ KL + (1 − λ) TV, (N,), with λ = e^(−η α) for each position's own α = 1 − TV.
-
-    With `weights_N`, λ is one for all positions, of their weighted mean α.
-    """
-    alpha = 1.0 - tv_N.detach()
-    # λ carries no gradient; the clamp keeps a batch without any weighted position finite.
-    if weights_N is not None:
-        alpha = (weights_N * alpha).sum() / weights_N.sum().clamp(min=1e-9)
-    lam = (-eta * alpha).exp()
-    return lam * kl_N + (1.0 - lam) * tv_N
+def lk_blend(kl_N: Tensor, tv_N: Tensor, eta: float) -> Tensor:
+    """Return λ KL + (1 − λ) TV, (N,), with λ = e^(−η α) for each position's own α = 1 − TV."""
+    lam_N = (-eta * (1.0 - tv_N.detach())).exp()  # λ carries no gradient
+    return lam_N * kl_N + (1.0 - lam_N) * tv_N
 
 
 def nla(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:

@@ -28,7 +28,6 @@ BOUNDED = ("tvd", *BLOCK_TERMS)
 UNBOUNDED = tuple(name for name in DIVERGENCES if name not in (*BOUNDED, "lk_hybrid"))
 # These are acceptance, or weighted by it: with a cut vocabulary, their p includes all other tokens, as in decoding.
 ACCEPTANCE = ("nla", "lk_hybrid", *BOUNDED)
-LK_ALPHAS = ("position", "batch")
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,6 @@ class Objective:
     alpha: float = 0.1  # how far skewed divergences mix their first distribution into the second
     draft_length: int = 4  # γ of the block terms
     eta: float = 3.0  # η of lk_hybrid
-    lk_alpha: str = "position"
-    """The α that weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": one forward of one
-    process, separately for each drafting head. Only this mean depends on how a step is split."""
     partial: bool = False  # whether the text has tokens that the draft cannot propose, because its vocabulary is cut
 
     def __post_init__(self) -> None:
@@ -70,7 +66,6 @@ class Objective:
         require(self, at_least(0), "top_k")
         require(self, more_than(0) & at_most(1), "top_p")
         require(self, at_least(1), "draft_length")
-        require(self, one_of(LK_ALPHAS), "lk_alpha")
         if self.warps and "reverse_kl" in self.terms:
             raise InputError(
                 "divergence: expected a finite divergence under top_k or top_p, found reverse_kl, infinite wherever "
@@ -83,18 +78,9 @@ class Objective:
         return self.top_k > 0 or self.top_p < 1
 
     @property
-    def couples(self) -> bool:
-        """Return whether positions affect each other's gradients, so that all values are needed first."""
-        return self.has_blocks or self._has_mean_alpha
-
-    @property
     def has_blocks(self) -> bool:
-        """Return whether positions of a drafted block affect each other."""
+        """Return whether positions of a drafted block affect each other's gradients: all values are needed first."""
         return any(name in self.terms for name in BLOCK_TERMS)
-
-    @property
-    def _has_mean_alpha(self) -> bool:
-        return "lk_hybrid" in self.terms and self.lk_alpha == "batch"
 
     @property
     def needs_target(self) -> bool:
@@ -126,8 +112,7 @@ class Objective:
                 accepted, and no example.
 
         Returns:
-            (N, 1); with `couples` (N, 3), adding log a = min(0, log q(x) − log p(x)) and Σ_v min(p, q); with the mean α
-            of a batch (N, 4), adding KL(p ‖ q).
+            (N, 1); with `has_blocks` (N, 3), adding log a = min(0, log q(x) − log p(x)) and Σ_v min(p, q).
         """
         total_N = q_logits_NV.new_zeros(len(q_logits_NV), dtype=torch.float32)
         if "cross_entropy" in self.terms:
@@ -147,20 +132,16 @@ class Objective:
             return total_N[:, None]
         # Terms that compare p and q as decoding does: both are warped.
         log_p_NE, log_q_NE = pair.in_acceptance(warped=True)
-        if "tvd" in self.terms or (kl_N is not None and not self._has_mean_alpha):
+        if "tvd" in self.terms or kl_N is not None:
             tv_N = tvd(log_p_NE, log_q_NE)
             total_N = total_N + self.terms.get("tvd", 0.0) * tv_N
-            if kl_N is not None and not self._has_mean_alpha:
+            if kl_N is not None:
                 total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
-        if not self.couples:
+        if not self.has_blocks:
             return total_N[:, None]
         # The overlap comes last: its tensors are the largest, and backward frees those of the last column first.
         log_a_N = pair.log_accepted(labels_N)
-        columns = [total_N, log_a_N, torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)]
-        if self._has_mean_alpha:
-            assert kl_N is not None
-            columns.append(kl_N)
-        return torch.stack(columns, dim=1)
+        return torch.stack([total_N, log_a_N, torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)], dim=1)
 
     def shortfall(
         self,
@@ -172,14 +153,11 @@ class Objective:
         """Return the objective summed over positions, a scalar, from the `features` of texts one after the other.
 
         `follows_N` is bool, whether a position comes right after the one before it in the same text, and only needed
-        with `has_blocks`. `weights_N` weighs positions in the sum and in the mean of α; 1 if None, and not for blocks.
+        with `has_blocks`. `weights_N` weighs positions in the sum, apart from blocks; 1 if None.
         `starts_N` is bool, where blocks begin; everywhere if None.
         """
         weights_N = features_NK.new_ones(len(features_NK)) if weights_N is None else weights_N
         total = (weights_N * features_NK[:, 0]).sum()
-        if self._has_mean_alpha:
-            blend_N = lk_blend(features_NK[:, 3], 1.0 - features_NK[:, 2], self.eta, weights_N)
-            total = total + self.terms["lk_hybrid"] * (weights_N * blend_N).sum()
         for name in BLOCK_TERMS:
             if name in self.terms:
                 assert follows_N is not None

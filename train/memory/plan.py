@@ -115,11 +115,11 @@ class MemoryPlan(ABC):
 
     def assumptions(self) -> list[str]:
         """Return the assumptions of the hours."""
-        return [f"by assumption {self.config.mfu:.0%} of {DEVICES[self.config.device].tflops:g} TFLOP/s each"]
+        return [f"by assumption {self.config.mfu:.0%} of {DEVICES[self.config.device]} TFLOP/s each"]
 
     def speed(self) -> float:
         """Return the operations a second that a GPU reaches, by assumption."""
-        return DEVICES[self.config.device].tflops * 1e12 * self.config.mfu
+        return DEVICES[self.config.device] * 1e12 * self.config.mfu
 
     def host_bytes(self) -> dict[str, float]:
         """Return the host's memory in bytes while a machine's processes load models, by use; without completions."""

@@ -32,13 +32,13 @@ def gib(size: float) -> str:
 
 @dataclass(kw_only=True)
 class Machines:
-    """The planner's own settings: the machines."""
+    """The planner's own settings, the machines: a second base with the dataclass of the run."""
 
     plan_class: ClassVar[str]
     """The class of the plan, or a function that returns one, as "module:name"."""
 
     recipe: str = "distill"
-    """The command that is planned: one that trains drafters, cache or prepare. All its fields are read as there."""
+    """The command that is planned, one that trains drafters. All its fields are read as there."""
     gpus: int = 1
     """GPUs that work together."""
     node_gpus: int = 8
@@ -51,19 +51,23 @@ class Machines:
     """The share of the device's bfloat16 arithmetic that the run will reach: an assumption, to be replaced by the `mfu`
     that a first run logs."""
     tokens: float = 1e8
-    """Tokens to train on, to look at or to write, for the hours; over all epochs."""
+    """Tokens to train on, for the hours; over all epochs."""
     sequence_length: int | None = None
-    """Tokens of a sample, padding included; `max_length` if not given, or what a prompt and its completion may have."""
+    """Tokens of a sample, padding included; `max_length` if not given."""
     target_config: str | None = None
     """The target's config.json, where the target itself cannot be reached."""
     reserve: float = 3.0
     """GiB of each GPU that are set aside, by assumption and not by reckoning: the CUDA context (about 0.5), buffers of
     NCCL and cuBLAS (about 1), and what the allocator loses to fragmentation."""
+    strategy: Strategy | None = None
+    """How what is trained is spread: ddp, fsdp2, zero1, zero2 or zero3; by default what `training` says, or ddp. Where
+    a frozen target lies is not changed by it."""
 
     def __post_init__(self) -> None:
         from draftsmith.train.job.flops import DEVICES
 
         super().__post_init__()  # type: ignore[misc]
+        run: Any = self
         require(self, at_least(1), "gpus", "node_gpus")
         require(self, one_of(DEVICES), "device")
         require(self, finite(more_than(0)), "tokens", "mfu", "gpu_memory")
@@ -72,61 +76,20 @@ class Machines:
         if self.gpu_memory <= self.reserve:
             raise InputError(f"gpu_memory: expected more than the reserve of {self.reserve}, found {self.gpu_memory}")
         require(self, at_least(2), "sequence_length")
-
-    def memory_plan(self) -> Any:
-        """Return the plan, a `train.memory.plan.MemoryPlan`."""
-        module, _, name = self.plan_class.partition(":")
-        return getattr(import_module(module), name)(self)
-
-    def require_length(self, length: int | None) -> int:
-        """Return the tokens of a sample, or raise an InputError if no field says how many."""
-        if self.sequence_length is None and length is None:
-            raise InputError("sequence_length: expected the tokens of a sample, here or in max_length, found none")
-        return int(self.sequence_length or length or 0)
-
-
-@dataclass(kw_only=True)
-class TrainingMachines(Machines):
-    """The planner's own settings for a training run: a second base with the dataclass of the run."""
-
-    strategy: Strategy | None = None
-    """How what is trained is spread: ddp, fsdp2, zero1, zero2 or zero3; by default what `training` says, or ddp. Where
-    a frozen target lies is not changed by it."""
-    teacher_gpus: int | None = None
-    """GPUs of a server of the target's states, all of the model `device`: its speed is computed from their arithmetic.
-    The plan is then of states from servers, `--teacher`, also without their URLs."""
-    teacher_tokens_per_second: float | None = None
-    """The speed of a server of states, in place of a computed one: `draftsmith doctor --teacher` measures it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        run: Any = self
         require(run, one_of(DTYPES), "target_dtype")
-        require(run, at_least(1), "teacher_gpus")
-        require(run, finite(more_than(0)), "teacher_tokens_per_second")
-        if self.teacher_gpus and self.teacher_tokens_per_second:
-            text = "expected none with teacher_tokens_per_second, which is the speed of a whole server"
-            raise InputError(f"teacher_gpus: {text}, found {self.teacher_gpus}")
-        if self.served and run.trains_target:
-            raise InputError("teacher_gpus: expected a frozen target on servers, found a run that trains it")
-        self.sequence_length = self.require_length(run.max_length)
-        if self.strategy is None:
-            self.strategy = configured_strategy(run.training)
+        self.sequence_length = self.sequence_length or run.max_length
+        if self.sequence_length is None:
+            raise InputError("sequence_length: expected the tokens of a sample, here or in max_length, found none")
+        self.strategy = self.strategy or configured_strategy(run.training)
         if run.target_sharded and self.gpus == 1:
             raise InputError("target_sharded: expected more than one process, found one")
         if run.optimizer == "muon" and self.strategy != "ddp":
             raise InputError(f"optimizer: expected trainer for a draft under {self.strategy}, found muon")
 
-    @property
-    def served(self) -> bool:
-        """Whether the target's states come from servers."""
-        return bool(self.teacher_gpus or self.teacher_tokens_per_second or self.teacher_count)
-
-    @property
-    def teacher_count(self) -> int:
-        """The servers that the run names."""
-        run: Any = self
-        return sum(value.count(",") + 1 for value in run.teacher)
+    def memory_plan(self) -> Any:
+        """Return the plan, a `train.memory.plan.MemoryPlan`."""
+        module, _, name = self.plan_class.partition(":")
+        return getattr(import_module(module), name)(self)
 
 
 def configured_strategy(training: Any) -> Strategy:

@@ -7,7 +7,7 @@ a GPU holds at each moment of a step (`moments`).
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,9 +27,9 @@ from draftsmith.train.memory.activations import (
 )
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import MemoryPlan
-from draftsmith.train.memory.servers import StateServers
 from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, gib, placement
 from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, step_bytes, target_bytes
+from draftsmith.train.models import DTYPES
 
 
 class TracedStep(NamedTuple):
@@ -55,7 +55,7 @@ class TrainingPlan(MemoryPlan):
             bool(training.bf16 or training.fp16),
             bool(training.activation_checkpointing),
             config.target_dtype,
-            None if config.served else placement(config),
+            None if config.teacher else placement(config),
             int(training.per_device_train_batch_size),
             getattr(config, "lm_heads", "own"),
         )
@@ -272,15 +272,23 @@ class TrainingPlan(MemoryPlan):
             *self.notes(),
             f"a step: {setting.rows} rows × {accumulation} accumulated × {config.gpus} GPUs = {samples} samples, at "
             f"most {samples * self.batch.length:,} tokens",
-            *([] if self.servers is None else self.servers.lines(self.trained_rate())),
+            *([self._states()] if config.teacher else []),
         ]
+
+    def _states(self) -> str:
+        """Return a line about the states that servers send, of layers as vLLM counts them."""
+        text = self.target_shape.get_text_config()
+        depths = [*sorted({*self.layer_ids()} - {text.num_hidden_layers}), f"{text.num_hidden_layers} (the last)"]
+        size, dtype = len(depths) * text.hidden_size, self.setting.target_dtype
+        words = f"after layers {', '.join(map(str, depths))}, in {dtype}"
+        return f"states from servers: {size * DTYPES[dtype].itemsize:,} bytes a token, {words}"
 
     def remarks(self) -> list[str]:
         """Return a line about what is not counted."""
         if self.setting.target != "elsewhere":
             return []
         cached = "in a cache" if self.config.teacher_cache else f"on {self.config.target_device}"
-        place = cached if self.servers is None else "on servers"
+        place = "on servers" if self.config.teacher else cached
         return [f"of the target, {place}, the head alone is counted"]
 
     def advice(self) -> list[str]:
@@ -300,21 +308,12 @@ class TrainingPlan(MemoryPlan):
             return None
         return self.speed() * int(self.config.gpus) / (target + drafter)
 
-    @cached_property
-    def servers(self) -> StateServers | None:
-        """The servers of the target's states; None if the target is read elsewhere."""
-        if not self.config.served:
-            return None
-        dtype = self.setting.target_dtype
-        work = Work.of(self.target(dtype))
-        return StateServers.of(self.config, self.target_shape, dtype, self.layer_ids(), work)
-
     def hours(self) -> float | None:
         """Return the hours of `tokens` tokens by arithmetic; None if a model's is not known."""
         rate = self.trained_rate()
         if rate is None:
             return None
-        return float(self.config.tokens / (self.servers.rate(rate) if self.servers else rate) / 3600)
+        return float(self.config.tokens / rate / 3600)
 
     def _target_operations(self) -> float | None:
         setting = self.setting

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.launch import TrainingRun, launch
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 from draftsmith.train.memory.training import TrainingPlan
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
@@ -21,7 +21,7 @@ class ToyConfig(RecipeConfig):
 
 
 @dataclass
-class ToyPlanConfig(TrainingMachines, ToyConfig):
+class ToyPlanConfig(Machines, ToyConfig):
     plan_class = "toy_kind.__main__:ToyPlan"
 
 

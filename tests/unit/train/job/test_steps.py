@@ -15,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainerState, Traini
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.job.checkpointed import CheckpointedTrainer, to_model_names
-from draftsmith.train.job.flops import DEVICES, Work, known_device
+from draftsmith.train.job.flops import DEVICES, Work, known_speed
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.job.step_checks import FirstLoss
 from draftsmith.train.job.telemetry import Stopwatch, Telemetry
@@ -272,8 +272,8 @@ def test_a_token_uses_some_of_the_experts_and_heads_are_linear_maps():
 
 
 def test_a_device_is_known_by_its_name():
-    assert known_device("NVIDIA H100 80GB HBM3") is DEVICES["H100"]
-    assert known_device("NVIDIA H100 PCIe") is DEVICES["H100 PCIe"]
-    assert known_device("NVIDIA A10G") is DEVICES["A10G"] and known_device("NVIDIA A100-SXM4-80GB") is DEVICES["A100"]
-    assert known_device("NVIDIA L40S") is DEVICES["L40S"] and known_device("NVIDIA L4") is DEVICES["L4"]
-    assert known_device("") is None
+    assert known_speed("NVIDIA H100 80GB HBM3") == DEVICES["H100"]
+    assert known_speed("NVIDIA H100 PCIe") == DEVICES["H100 PCIe"]
+    assert known_speed("NVIDIA A10G") == DEVICES["A10G"] and known_speed("NVIDIA A100-SXM4-80GB") == DEVICES["A100"]
+    assert known_speed("NVIDIA L40S") == DEVICES["L40S"] and known_speed("NVIDIA L4") == DEVICES["L4"]
+    assert known_speed("") is None

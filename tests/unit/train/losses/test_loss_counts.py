@@ -31,8 +31,7 @@ OBJECTIVES = {
     "forward KL, top-k and top-p": (Objective(**QWEN), 0.11, 0.1, 5),
     "expected length": (Objective({"expected_length": 1.0}), 0.13, 0.17, 6),
     "NLA": (Objective({"nla": 1.0}), 0.08, 0.11, 5),
-    "LK, by position": (Objective({"lk_hybrid": 1.0}), 0.11, 0.13, 6),
-    "LK, by batch": (Objective({"lk_hybrid": 1.0}, lk_alpha="batch"), 0.18, 0.21, 6),
+    "LK": (Objective({"lk_hybrid": 1.0}), 0.11, 0.13, 6),
     "LK, top-k and top-p": (Objective({"lk_hybrid": 1.0}, **QWEN), 0.18, 0.19, 8),
     "both, top-k and top-p": (Objective({"forward_kl": 0.5, "expected_length": 1.0}, **QWEN), 0.31, 0.29, 8),
 }

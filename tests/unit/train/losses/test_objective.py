@@ -158,44 +158,12 @@ def test_the_deployments_law_is_what_is_compared(name):
         assert found.item() == pytest.approx(float(expected), rel=1e-4)
 
 
-def lk_total(p, q, eta, weights):
-    """Σ λ KL + (1 − λ) TV, λ of the weighted mean of α, and its gradient with λ constant, in float64."""
-    q = q.double().requires_grad_(True)
-    log_p, log_q = p.double().log_softmax(-1), q.log_softmax(-1)
-    kl, tv = (log_p.exp() * (log_p - log_q)).sum(-1), (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-    lam = math.exp(-eta * float((weights * (1 - tv)).detach().sum() / weights.sum()))
-    value = (weights * (lam * kl + (1 - lam) * tv)).sum()
-    return value.item(), torch.autograd.grad(value, q)[0]
-
-
-@pytest.mark.parametrize("eta", [0.0, 3.0])
-def test_the_mean_alpha_of_a_batch_weighs_all_its_positions(eta):
-    p, q, labels = drawn()
-    objective, weights = Objective({"lk_hybrid": 0.5}, eta=eta, lk_alpha="batch"), (torch.arange(N) % 3 > 0).float()
-    q.requires_grad_(True)
-    found = objective.shortfall(objective.features(p, q, labels), weights_N=weights)
-    value, gradient = lk_total(p, q.detach(), eta, weights.double())
-    assert found.item() == pytest.approx(value / 2, rel=1e-5)
-    assert torch.allclose(torch.autograd.grad(found, q)[0].double(), gradient / 2, atol=1e-6)
-    by_position = total(Objective({"lk_hybrid": 0.5}, eta=eta), p, q, labels)
-    assert (abs(total(objective, p, q, labels) - by_position) > 1e-3) == (eta > 0)
-
-
-def test_a_batch_without_positions_weighs_nothing():
-    p, q, labels = drawn()
-    objective = Objective({"lk_hybrid": 1.0}, lk_alpha="batch")
-    features = objective.features(p, q, labels)
-    assert objective.shortfall(features, weights_N=torch.zeros(N)) == 0
-    assert objective.shortfall(features[:0]) == 0
-
-
-@pytest.mark.parametrize("lk_alpha", ["position", "batch"])
 @pytest.mark.parametrize("lengths", [{}, {"expected_length": 0.3}, {"tvd": 2.0, "jsd": 0.1}])
-def test_the_chunked_objective_is_the_eager_one(lk_alpha, lengths):
+def test_the_chunked_objective_is_the_eager_one(lengths):
     generator = torch.Generator().manual_seed(3)
     p_hidden, q_hidden = (torch.randn(N, 6, generator=generator) for _ in range(2))
     p_head, q_head = (torch.randn(V, 6, generator=generator) for _ in range(2))
-    objective = Objective({"lk_hybrid": 1.0, "nla": 0.2, **lengths}, 0.9, lk_alpha=lk_alpha, draft_length=3)
+    objective = Objective({"lk_hybrid": 1.0, "nla": 0.2, **lengths}, 0.9, draft_length=3)
     leaves = [q_hidden.requires_grad_(True), q_head.requires_grad_(True)]
     labels = drawn()[2]
     eager = 0.7 * objective.shortfall(objective.features(p_hidden @ p_head.T, q_hidden @ q_head.T, labels), FOLLOWS)
@@ -207,7 +175,7 @@ def test_the_chunked_objective_is_the_eager_one(lk_alpha, lengths):
 
 
 @pytest.mark.parametrize("name", ["lk_hybrid", "nla"])
-def test_a_batch_may_be_split_as_one_likes_but_for_the_mean_alpha(name):
+def test_a_batch_may_be_split_as_one_likes(name):
     p, q, labels = drawn()
 
     def split(objective):
@@ -218,17 +186,14 @@ def test_a_batch_may_be_split_as_one_likes_but_for_the_mean_alpha(name):
 
     whole = Objective({name: 1.0})
     assert split(whole) == pytest.approx(float(total_of(whole)), rel=1e-6)
-    if name == "lk_hybrid":
-        mean = Objective({name: 1.0}, lk_alpha="batch")
-        assert abs(split(mean) - float(total_of(mean))) > 1e-4
 
 
-def test_each_head_has_the_mean_alpha_of_its_own_positions():
+def test_each_head_learns_at_its_own_positions():
     generator = torch.Generator().manual_seed(4)
     p_hidden, *seen = (torch.randn(N, 6, generator=generator) for _ in range(3))
     p_head, *heads = (torch.randn(V, 6, generator=generator) for _ in range(3))
     counts = [torch.ones(N), (torch.arange(N) % 2).float()]
-    objective, labels = Objective({"lk_hybrid": 1.0, "cross_entropy": 0.1}, lk_alpha="batch"), drawn()[2]
+    objective, labels = Objective({"lk_hybrid": 1.0, "cross_entropy": 0.1}), drawn()[2]
     leaves = [tensor.requires_grad_(True) for tensor in (*seen, *heads)]
     eager = sum(
         weight * objective.shortfall(objective.features(p_hidden @ p_head.T, h @ w.T, labels), weights_N=count)
@@ -242,15 +207,14 @@ def test_each_head_has_the_mean_alpha_of_its_own_positions():
         assert torch.allclose(one, two, atol=1e-5)
 
 
-@pytest.mark.parametrize("lk_alpha", ["position", "batch"])
-def test_where_tokens_are_cut_the_kl_sees_all_of_q_and_alpha_what_is_deployed(lk_alpha):
+def test_where_tokens_are_cut_the_kl_sees_all_of_q_and_alpha_what_is_deployed():
     p, q, labels = drawn()
     sampler = Sampler.of(0.7, top_k=6, top_p=0.9)
     warped_p, warped_q = sampler.probabilities(p, []), sampler.probabilities(q, [])
     kl = torch.where(warped_p > 0, warped_p * (warped_p.clamp(min=1e-45).log() - (q / 0.7).log_softmax(-1)), 0).sum(-1)
     alpha = overlap(warped_p, warped_q)
-    lam = torch.exp(-2 * (alpha if lk_alpha == "position" else alpha.mean()))
-    found = total(Objective({"lk_hybrid": 1.0}, 0.7, 6, 0.9, eta=2.0, lk_alpha=lk_alpha), p, q, labels)
+    lam = torch.exp(-2 * alpha)
+    found = total(Objective({"lk_hybrid": 1.0}, 0.7, 6, 0.9, eta=2.0), p, q, labels)
     assert float(found) == pytest.approx(float((lam * kl + (1 - lam) * (1 - alpha)).sum()), rel=1e-4)
     # nla compares p with all of q: where they keep different tokens it still has a gradient.
     expected = -torch.minimum(warped_p, (q / 0.7).softmax(-1)).sum(-1).log().sum()
@@ -292,7 +256,6 @@ def test_a_curriculum_moves_from_the_forward_kl():
         ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, found 0.0"),
         ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),
         ({"eta": -0.5}, "eta: expected at least 0, found -0.5"),
-        ({"lk_alpha": "mean"}, "lk_alpha: expected one of position, batch, found 'mean'"),
         ({"terms": {"reverse_kl": 1.0}, "top_k": 5}, "divergence: expected a finite divergence under top_k or top_p"),
     ],
 )

@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from torch import nn
 
 from draftsmith.train.cli import parse_config
-from draftsmith.train.memory.setting import TrainingMachines
+from draftsmith.train.memory.setting import Machines
 from draftsmith.train.memory.training import TrainingPlan
 from draftsmith.train.recipe import RecipeConfig
 
@@ -25,7 +25,7 @@ class Table(nn.Module):
 
 
 @dataclass
-class TablePlanConfig(TrainingMachines, RecipeConfig):
+class TablePlanConfig(Machines, RecipeConfig):
     """Its plan."""
 
 

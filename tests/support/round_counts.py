@@ -1,35 +1,26 @@
-"""`python -m benchmarks.rounds`: kernels and synchronisations of a round, outside the models' forwards.
+"""Kernels and synchronisations of a round, outside the models' forwards.
 
-Counted on tiny random models or on your pair: the counts depend on shapes, rows and drafts, not on weights or on the
-machine. A kernel is an operator of aten that is no view and allocates more than room. A synchronisation is where Python
-looks at a tensor's value, or makes a tensor of its own values: either waits for a GPU. Of your pair it also reports how
-long a compiled round takes, and how much of that is outside the compiled calls.
+Counted on tiny random models: the counts depend on shapes, rows and drafts, not on weights or on the machine. A kernel
+is an operator of aten that is no view and allocates more than room. A synchronisation is where Python looks at a
+tensor's value, or makes a tensor of its own values: either waits for a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.common import BenchmarkConfig, main
-from benchmarks.timing import TEXT, methods, options_at, prompts, timed_rounds
 from draftsmith.decode.cache import layers
-from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import load_pair
-from draftsmith.train.kinds.drafter import Pair
-from draftsmith.train.models import load_tokenizer
-from draftsmith.train.provenance import environment
 
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0)])
 # What reads a tensor's values, or makes a tensor of Python's: on a GPU both wait for it.
@@ -48,33 +39,6 @@ SYNCHRONISES = {
 INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 NO_KERNEL = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach", "aten::lift_fresh", "aten::alias"}
 DATA_DEPENDENT = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::repeat_interleave"}
-
-
-@dataclass
-class BenchRoundsConfig(BenchmarkConfig):
-    """Kernels and synchronisations of a round."""
-
-    batch_size: list[int] = field(default_factory=lambda: [1, 8])
-    """B, rows decoded together."""
-    draft_length: int = 4
-    """γ of the chain."""
-    target: str | None = None
-    """The target of `drafter`; a tiny random model, with drafts of its own, if None."""
-    drafter: list[str] = field(default_factory=list)
-    """Drafters that are counted, with `target`: `[NAME=]DIR_OR_KIND`. Without, a random draft's chain and tree are."""
-    dtype: str = "float32"
-    """Dtype of the pair that is timed."""
-    max_new_tokens: int = 96
-    """Tokens of each row that is timed."""
-    repeats: int = 5
-    """Batches that each method decodes in its turn; 0 times nothing, and compiles nothing."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, at_least(1), "batch_size", "draft_length", "max_new_tokens")
-        require(self, at_least(0), "repeats")
-        if (self.target is None) != (not self.drafter):
-            raise InputError("target: expected it together with drafter, found one alone")
 
 
 Drafts = tuple[Proposer, int | None, Sequence[PreTrainedModel]]
@@ -197,36 +161,6 @@ def random_drafts() -> tuple[PreTrainedModel, dict[str, Drafts]]:
     }
 
 
-def load(config: BenchRoundsConfig, dtype: str) -> tuple[Pair, PreTrainedTokenizerBase]:
-    """Return the config's target and drafters, and the tokenizer."""
-    tokenizer = load_tokenizer(str(config.target), field="target")
-    pair = load_pair(str(config.target), tokenizer, drafter_specs(config.drafter, [config.draft_length]), dtype)
-    pair.target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
-    return pair, tokenizer
-
-
-def loaded_drafts(config: BenchRoundsConfig) -> tuple[PreTrainedModel, dict[str, Drafts]]:
-    """Return the config's target and drafters, to be counted."""
-    pair, _ = load(config, "float32")
-    return pair.target, {
-        each.name: (each.proposer, each.draft_lengths[0], [each.model] if each.model is not None else [])
-        for each in pair.drafters
-    }
-
-
-def times(config: BenchRoundsConfig) -> dict[str, dict[str, float]]:
-    """Return how long the rounds of the config's drafters take, compiled: see `timing`."""
-    pair, tokenizer = load(config, config.dtype)
-    ids, figures = tokenizer.encode(TEXT), {}
-    for rows in config.batch_size:
-        for temperature in (0.0, 1.0):
-            options = options_at(temperature, config.max_new_tokens) | {"compiled": True}
-            compiled = methods(pair.target, pair.drafters, prompts(ids, rows), options)
-            for name, of_method in timed_rounds(compiled, config.repeats).items():
-                figures[f"{name}, B = {rows}, T = {temperature:g}"] = of_method
-    return figures
-
-
 def count(target: PreTrainedModel, drafts: Drafts, rows: int, temperature: float, draft_length: int = 4) -> RoundCounts:
     """Count a round of one drafter."""
     proposer, own_length, models = drafts
@@ -237,20 +171,3 @@ def count(target: PreTrainedModel, drafts: Drafts, rows: int, temperature: float
     with counter.counting(proposer, target, *models):
         speculative_generate(target, proposer, ids, draft_length=draft_length, max_new_tokens=64, top_k=0, **sampling)
     return counter.median()
-
-
-def bench(config: BenchRoundsConfig) -> dict[str, Any]:
-    """Run the benchmark and return the figures."""
-    target, drafters = random_drafts() if config.target is None else loaded_drafts(config)
-    counts = {
-        f"{name}, B = {rows}, T = {temperature:g}": vars(count(target, drafts, rows, temperature, config.draft_length))
-        for name, drafts in drafters.items()
-        for rows in config.batch_size
-        for temperature in (0.0, 1.0)
-    }
-    timed = {"times": times(config)} if config.target is not None and config.repeats else {}
-    return {"environment": environment(torch.device("cpu"), config.dtype), "rounds": counts, **timed}
-
-
-if __name__ == "__main__":
-    main(BenchRoundsConfig, bench)
