@@ -1,13 +1,17 @@
-"""The clock of every measurement: it waits for the device, compared calls take turns, and the fastest time counts.
+"""The clock of every measurement: it waits for the device, and compared calls take turns.
 
 Other work on a machine only ever adds time, in bursts of seconds or minutes. So a call's least time is the best
-estimate of what it takes alone; a second one like it, from another turn, says that the first was not disturbed.
+estimate of what it takes alone; a second one like it, from another turn, says that the first was not disturbed. Of two
+calls that are compared, next to each other in every turn, the median ratio counts: what slows down both cancels, and
+shorter calls have no lower least times.
 """
 
 import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import exp, log
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -16,8 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
 MOST_CALLS = 4  # the limit of repeats, for a call that compiles every time
-ALIKE = 1.15  # factor within which the two fastest times of a call agree; a time doubled for a sixth of it does not
-MORE = 2  # most turns ÷ those asked for, of calls whose two fastest times do not agree
+ALIKE = 1.15  # factor within which two times, or ratios, agree; a time doubled for a sixth of it does not
+MORE = 2  # most turns ÷ those asked for, of calls that are not settled
 PROGRAMS: list[float] = []  # the seconds that each program took to compile or to read from disk in this process
 
 
@@ -70,46 +74,38 @@ def timed_warm(call: Callable[[], Result], device: torch.device | None = None) -
     return seconds, result
 
 
-def timed_steps(
-    call: Callable[[Callable[..., None]], Result], device: torch.device | None = None
-) -> tuple[list[float], Result]:
-    """Time a warm call, and on a CPU the steps that it marks, as by an observer; return their seconds and its result.
-
-    Work elsewhere lasts longer than a step: of equal steps in several turns the least are nearly undisturbed. On a GPU
-    the host runs ahead, so that only the whole has a time.
-    """
-    marks: list[float] = []
-
-    def marked() -> Result:
-        marks[:] = [time.perf_counter()]
-        return call(lambda *_: marks.append(time.perf_counter()))
-
-    seconds, result = timed_warm(marked, device)
-    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
-        return [seconds], result
-    return [*(end - begin for begin, end in pairwise(marks)), max(0.0, seconds - (marks[-1] - marks[0]))], result
-
-
-def least_of_steps(turns: Sequence[Sequence[float]]) -> float:
-    """Return the least seconds of a call over turns: of each of its steps, or of the whole where the steps differ."""
-    if len({len(steps) for steps in turns}) == 1:
-        return sum(map(min, zip(*turns, strict=True)))
-    return min(map(sum, turns))
-
-
 def agree(seconds: Sequence[float]) -> bool:
     """Return whether the two fastest times of a call are alike; a single time has nothing to differ from."""
     first, second, *_ = [*sorted(seconds), *seconds[:1]]
     return second <= ALIKE * first
 
 
-def turns(times: Mapping[Key, Sequence[float]], repeats: int) -> Iterator[list[Key]]:
-    """Yield for each turn the calls to time: all in `repeats` turns, then those whose two fastest times differ.
+def ratios(own: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Return the ratios of a call's seconds by turn to another's, in the turns that have both."""
+    return [seconds / other[turn] for turn, seconds in own.items() if turn in other]
 
-    The order rotates from turn to turn. The caller adds each time to the `times`; a call without any has failed.
+
+def near(ratios: Sequence[float]) -> bool:
+    """Return whether two ratios of a call are alike; a single one has nothing to differ from."""
+    return len(ratios) < 2 or any(high <= ALIKE * low for low, high in pairwise(sorted(ratios)))
+
+
+def middle(ratios: Sequence[float]) -> float:
+    """Return the median of ratios, by their logarithms."""
+    return exp(median(map(log, ratios)))
+
+
+def turns(
+    times: Mapping[Key, Collection[float]], repeats: int, settled: Callable[[Key], bool] | None = None
+) -> Iterator[list[Key]]:
+    """Yield for each turn the calls to time: all in `repeats` turns, then those that are not settled.
+
+    By default a call is settled if its two fastest times are alike. The order rotates from turn to turn. The caller
+    adds each time to the `times`; a call without any has failed.
     """
+    settled = settled or (lambda key: agree(list(times[key])))
     for turn in range(MORE * repeats):
-        due = [key for key, seconds in times.items() if turn < repeats or (seconds and not agree(seconds))]
+        due = [key for key, seconds in times.items() if turn < repeats or (seconds and not settled(key))]
         place = turn % max(len(due), 1)
         if due:
             yield due[place:] + due[:place]
@@ -128,11 +124,12 @@ def least_seconds(
     return {key: min(times) for key, times in seconds.items()}
 
 
-def turns_taken(times: Collection[Sequence[float]], repeats: int) -> str:
-    """Say how often texts were timed, and how many of their times remain in doubt."""
-    times = [seconds for seconds in times if seconds]
-    words = f"each of {len(times)} decodes timed {repeats} times, the fastest taken" if repeats > 1 else "timed once"
-    if again := sum(len(seconds) > repeats for seconds in times):
-        words += f"; {again} timed again, since the two fastest differed by more than {ALIKE - 1:.0%}"
-        words += f", {sum(not agree(seconds) for seconds in times)} still do"
+def turns_taken(compared: Collection[Sequence[float]], repeats: int) -> str:
+    """Say how often decodes were timed, from each one's ratios to plain decoding, and how many remain in doubt."""
+    if repeats == 1:
+        return "timed once"
+    words = f"each of {len(compared)} decodes timed {repeats} times next to plain decoding, the median ratio taken"
+    if again := sum(len(found) > repeats for found in compared):
+        words += f"; {again} timed again, since their ratios differed by more than {ALIKE - 1:.0%}"
+        words += f", {sum(not near(found) for found in compared)} still do"
     return words

@@ -167,11 +167,8 @@ class DistillPlanConfig(Machines, DistillConfig):
 
     draft_config: str | None = None
     """The draft's config.json, if the draft itself is not available."""
-    cache_k: int = 32
-    """The number of tokens of a distribution in the teacher cache whose size is reported."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "cache_k")
         if self.draft_config is not None and self.draft is None:
             raise InputError("draft_config: expected none for a draft made from the target, found one")

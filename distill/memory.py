@@ -27,6 +27,7 @@ from draftsmith.train.memory.plan import read_config
 from draftsmith.train.memory.setting import MemorySetting, gib
 from draftsmith.train.memory.states import Weights
 from draftsmith.train.memory.training import TracedStep, TrainingPlan
+from draftsmith.train.teacher.cache_config import CacheConfig
 from draftsmith.train.teacher.distribution_shards import NUMBERS, distribution_bytes
 from draftsmith.train.teacher.feature_reader import holds_features
 
@@ -109,7 +110,7 @@ class DraftPlan(TrainingPlan):
 
     def loss(self, step: TracedStep, rows: int, **seams: Any) -> Tensor:
         """Return the trainer's loss; the target's layers are counted separately."""
-        trainer, inputs, k = self._trainers(step), self.inputs(step, rows), self.config.cache_k
+        trainer, inputs, k = self._trainers(step), self.inputs(step, rows), CacheConfig.k
         vars(trainer).update(seams)
         positions, draft = LossPositions(inputs["positions"][0]), trainer.draft
         if trainer.target is None:
@@ -179,7 +180,7 @@ class DraftPlan(TrainingPlan):
 
     def notes(self) -> list[str]:
         """Return lines about the loss on whole logits and in chunks, and the size of a teacher cache."""
-        k, rows = self.config.cache_k, self.setting.rows
+        k, rows = CacheConfig.k, self.setting.rows
         return [
             f"the loss on whole logits would take {gib(self.eager_logits(self.setting))}; in chunks it takes "
             f"{gib(self.loss_bytes(self.setting, rows)[0])}",

@@ -7,7 +7,6 @@ in that are compared by the time to verify a few tokens, which drafts wait for.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.scripts.pair import load_pair
-from draftsmith.scripts.programs import SMALL, Order, compile_meanwhile, needs_compiling
 from draftsmith.train.files import write_atomically
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
 from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
@@ -40,6 +38,8 @@ HOST_BOUND = 0.9
 ALIKE = 1.1
 """Factor on the least seconds of a token, within which dtypes or thread counts count as equally fast."""
 BLOCK = 4
+SMALL = 10**9
+"""The most parameters of a target that is loaded twice."""
 
 
 def _known(dtype: str) -> str:
@@ -155,8 +155,7 @@ def fastest_settings(
     timed = _Timed({stored: target} | copies, [threads] if threads else sorted({1, max(1, most // 2), most}))
     torch.set_num_threads(timed.threads)
     if compiled is not False and (compiled or timed.tokens[timed.fastest] < COMPILED_BELOW):
-        with _compiled_aside(timed, path, trust_remote_code):
-            timed.compile(bool(compiled))
+        timed.compile(bool(compiled))
         # A compiled forward must be faster by enough to wait for its compilation.
         least = min(timed.compiled.values(), default=float("inf"))
         compiled = compiled or least < WORTH_IT * timed.tokens[timed.fastest]
@@ -168,14 +167,6 @@ def fastest_settings(
         draft_dtypes[draft] = _least(least_seconds(forwards, REPEATS)) if forwards else stored
     torch.set_num_threads(most)
     return Settings(chosen, timed.threads, bool(compiled), draft_dtypes, timed.in_words())
-
-
-def _compiled_aside(timed: "_Timed", path: str, trust_remote_code: bool) -> AbstractContextManager[None]:
-    """Let another process compile the target in its second dtype, if both need compiling."""
-    _, *others = timed.models
-    if len(others) != 1 or not all(needs_compiling(model) for model in timed.models.values()):
-        return nullcontext()
-    return compile_meanwhile(Order(path, others[0], timed.threads, trust_remote_code))
 
 
 def _least(seconds: Mapping[str, float]) -> str:

@@ -1,9 +1,9 @@
 """Speed-ups on a machine that other work slows down: does the interval hold the truth, and is a GO ever false?
 
 A drafter that takes as long as plain decoding is measured on prompts of different acceptance, once in one turn with the
-τ that was decoded, and as `draftsmith measure` does: in `turns`, each batch at its fastest, with the τ of all replayed
-texts. The machine is undisturbed, has bursts of work that double all times, slows down steadily, is slow for half of a
-turn, or never keeps its speed. Shapes: n decoded prompts.
+τ that was decoded, and as `draftsmith measure` does: in `turns`, by the median ratio to plain decoding, with the τ of
+all replayed texts. The machine is undisturbed, has bursts of work that double all times, slows down steadily, is slow
+for half of a turn, or never keeps its speed. Shapes: n decoded prompts.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from scipy.signal import lfilter
 
 from benchmarks.common import Figures
 from benchmarks.gate import BenchGateConfig
-from draftsmith.decode.clock import turns
+from draftsmith.decode.clock import middle, near, ratios, turns
 from draftsmith.decode.measurement.intervals import Values
 from draftsmith.scripts.measure.estimates import Observation
 
@@ -70,23 +70,33 @@ def observations(rng: np.random.Generator, name: str) -> dict[str, tuple[Observa
     expected = ((np.minimum(again, GAMMA) + 1).cumsum(1) < TOKENS).sum(1) + 1
     plain, own = np.full(DECODED, 0.01 * TOKENS), 0.01 * TAU * rounds[:DECODED]
     ends = clock(slowdowns(rng, name, plain.sum() + (METHODS - 1) * own.sum()))
-    times: dict[tuple[int, int], list[float]] = {(i, m): [] for i in range(DECODED) for m in range(METHODS)}
+    times: dict[tuple[int, int], dict[int, float]] = {(i, m): {} for i in range(DECODED) for m in range(METHODS)}
+
+    def compared(i: int, method: int) -> list[float]:
+        return ratios(times[i, method], times[i, 0])
+
+    def settled(key: tuple[int, int]) -> bool:
+        return all(near(compared(key[0], m)) for m in ([key[1]] if key[1] else range(1, METHODS)))
+
     now = rng.uniform(0, 5)
-    for due in turns(times, 2):
-        for i, method in due:
+    for turn, due in enumerate(turns(times, 2, settled)):
+        for i, method in sorted(due, key=lambda key: (key[0], (key[1] + turn + key[0]) % METHODS)):
             end = ends(now, (own if method else plain)[i] * np.exp(abs(rng.normal(0, JITTER))))
-            times[i, method].append(end - now)
+            times[i, method][turn] = end - now
             now = end
     prompts, tokens = [[i] for i in range(DECODED)], [TOKENS] * DECODED
     replayed = {i: (float(TOKENS), float(count)) for i, count in enumerate(expected)}
 
-    def observed(method: int, pick: Callable[[list[float]], float], **more: object) -> Observation:
-        return Observation(tokens, [pick(times[i, method]) for i in range(DECODED)], prompts, **more)  # type: ignore[arg-type]
-
+    once = [[times[i, method][0] for i in range(DECODED)] for method in (0, 1)]
+    least = [min(times[i, 0].values()) for i in range(DECODED)]
+    own_least = [seconds * middle(compared(i, 1)) for i, seconds in enumerate(least)]
     counts = rounds[:DECODED].tolist()
     return {
-        "once": (observed(1, lambda seconds: seconds[0]), observed(0, lambda seconds: seconds[0])),
-        "in turns": (observed(1, min, rounds=counts, replayed=replayed), observed(0, min)),
+        "once": (Observation(tokens, once[1], prompts), Observation(tokens, once[0], prompts)),
+        "in turns": (
+            Observation(tokens, own_least, prompts, rounds=counts, replayed=replayed),
+            Observation(tokens, least, prompts),
+        ),
     }
 
 

@@ -19,9 +19,10 @@ NAME = "draftsmith_grouped"
 
 
 class _LastMask(threading.local):
-    """The mask of this thread's forward and its rows for a group: all layers have the same one."""
+    """The mask of this thread's forward, and its rows for the queries of a group: all layers have the same one."""
 
     mask: Tensor | None = None
+    groups: int = 0
     rows: Tensor | None = None
 
 
@@ -53,23 +54,28 @@ def grouped_attention(
             key, value = repeat_heads(key, heads), repeat_heads(value, heads)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is not None and length > 1:
-        if _LAST.mask is not attention_mask or _LAST.rows is None or _LAST.rows.shape[2] != groups * length:
-            _LAST.mask, _LAST.rows = attention_mask, attention_mask.repeat(1, 1, groups, 1)
+        if _LAST.mask is not attention_mask or _LAST.groups != groups:
+            _LAST.mask, _LAST.groups = attention_mask, groups
+            _LAST.rows = attention_mask.repeat(1, 1, groups, 1)
         attention_mask = _LAST.rows
-    states = in_groups(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
+    states = _packed(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
     return states.transpose(1, 2).contiguous(), None
 
 
 def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Attend with the queries of a group as rows of one head, without copies of keys and values.
 
-    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S), or
-    has the rows of all queries of a group, (B or 1, 1, G K, S).
+    `query` and the result are (B, H, K, D), `key` and `value` (B, H/G, S, D). `mask` is additive, (B or 1, 1, K, S).
     """
+    if mask is not None and query.shape[2] > 1:  # one query's mask serves all rows of the head
+        mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+    return _packed(query, key, value, mask, **options)
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Attend as `in_groups` does, with a mask that has the rows of all queries of a group."""
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
-    if mask is not None and 1 < mask.shape[2] == length:  # one query's mask serves all rows of the head
-        mask = mask.repeat(1, 1, groups, 1)
     packed = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, heads // groups, groups * length, width),
         key,

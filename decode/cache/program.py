@@ -56,11 +56,6 @@ class NotCompiled(InputError):
 _may_compile = True
 
 
-def may_compile() -> bool:
-    """Return whether missing programs are compiled, which `nothing_compiled` forbids."""
-    return _may_compile
-
-
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Read programs from disk only in this block; a missing one raises `NotCompiled`."""
@@ -178,11 +173,6 @@ def folder() -> Path:
     """Return the folder of programs: $DRAFTSMITH_PROGRAMS, or draftsmith/programs in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(FOLDER) or Path(cache) / "draftsmith" / "programs")
-
-
-def on_disk(forward: Forward) -> bool:
-    """Return whether a program is on disk, so that no process needs to compile it."""
-    return _path(forward).exists()
 
 
 def _path(forward: Forward) -> Path:

@@ -24,7 +24,6 @@ from draftsmith.scripts.measure.stages import run_stages
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinished
 from draftsmith.scripts.pair import read_tokens
-from draftsmith.scripts.programs import Order, compile_side_by_side
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
@@ -72,11 +71,6 @@ def measure(config: MeasureConfig) -> Report:
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     config = replace(config, compiled=settings.compiled)
-    if settings.compiled:
-        specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
-        order = Order(config.target, settings.dtype, settings.threads, code)
-        options = [config.options(temperature) for temperature in config.temperature]
-        compile_side_by_side(pair, order, specs, options)
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # before any text is decoded: a file that does not fit is refused at once
         tables = load_costs(Path(config.costs), config, pair)

@@ -1,12 +1,12 @@
 """Plain and speculative decoding of the same prompts, side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import least_of_steps, timed_steps, turns
+from draftsmith.decode.clock import middle, near, ratios, timed_warm, turns
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import track
 from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
@@ -25,24 +25,21 @@ class _Batches:
         self.methods = measured.methods
         """Methods that have not failed; empty after plain decoding failed."""
 
-    def decode(self, method: Method, first: int, mark: Callable[..., None]) -> DecodeOutput:
-        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, in any batch.
-
-        `mark` is called at the end of each token of plain decoding, and of each round.
-        """
+    def decode(self, method: Method, first: int) -> DecodeOutput:
+        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, in any batch."""
         pair, ids = self.measured.pair, self.measured.prompt_ids[first : first + self.batch_size]
         batch = left_padded(ids, default_device())
-        kwargs: dict[str, Any] = self.options | {"seed": self.measured.config.seed + first, "observer": mark}
+        kwargs: dict[str, Any] = self.options | {"seed": self.measured.config.seed + first}
         if method.drafter == PLAIN:
             return autoregressive_generate(pair.target, *batch, **kwargs)
         proposer = pair.proposers[method.drafter]
         return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
 
-    def attempt(self, method: Method, first: int) -> tuple[list[float], DecodeOutput] | None:
-        """Return the seconds of a batch's steps and its output; None if it fails now, or the method failed before."""
+    def attempt(self, method: Method, first: int) -> tuple[float, DecodeOutput] | None:
+        """Return the seconds of a batch and its output; None if it fails now, or the method failed before."""
         if method in self.methods:
             with self.unfinished.attempt(method.at(self.temperature, self.batch_size)):
-                return timed_steps(partial(self.decode, method, first))
+                return timed_warm(partial(self.decode, method, first))
             self.methods = [other for other in self.methods if other != method and method.drafter != PLAIN]
         return None
 
@@ -61,18 +58,27 @@ class _Batches:
 def decode_side_by_side(
     measured: Measured, temperature: float, batch_size: int, unfinished: Unfinished
 ) -> dict[Method, list[Group]]:
-    """Decode the prompts that fill whole batches by every method; return each method's batches at their fastest.
+    """Decode the prompts that fill whole batches by every method; return each method's batches.
 
     Every method decodes a batch before the next batch begins, in rotating order: a machine that slows down or speeds up
     does so for all of them. All batches have one of the clock's `turns` before any has its next, so that a burst of
     other work meets a batch once. A batch's turn is finished once all its methods have decoded it. A method that failed
-    is left out; if plain decoding failed, the result is empty. The seconds are the least of each step in any turn.
+    is left out; if plain decoding failed, the result is empty. Plain decoding's seconds are its least, and a drafter's
+    are these times the median of its ratios to plain decoding in the same turns. More turns follow where ratios differ.
     """
-    batches, warm = _Batches(measured, temperature, batch_size, unfinished), False
+    batches, warm, plain = _Batches(measured, temperature, batch_size, unfinished), False, Method()
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
-    runs: dict[tuple[int, Method], list[Group]] = {(first, m): [] for first in firsts for m in measured.methods}
-    times: dict[tuple[int, Method], list[float]] = {key: [] for key in runs}
-    for turn, due in enumerate(turns(times, measured.config.repeats)):
+    runs: dict[tuple[int, Method], Group] = {}
+    times: dict[tuple[int, Method], dict[int, float]] = {(first, m): {} for first in firsts for m in measured.methods}
+
+    def compared(first: int, method: Method) -> list[float]:
+        return ratios(times[first, method], times[first, plain])
+
+    def settled(key: tuple[int, Method]) -> bool:
+        first, method = key
+        return all(near(compared(first, m)) for m in (measured.methods if method == plain else [method]))
+
+    for turn, due in enumerate(turns(times, measured.config.repeats, settled)):
         for first in track(sorted({first for first, _ in due}), f"T={temperature:g}, B={batch_size}", "batches"):
             methods = [method for of, method in due if of == first]
             place = (turn + first // batch_size) % len(methods)
@@ -88,23 +94,23 @@ def decode_side_by_side(
                 if len(decoded) == len(methods):
                     unfinished.keep(*key, value=[asdict(group) for group in decoded.values()])
             for method, group in decoded.items():
-                runs[first, method].append(group)
-                times[first, method].append(group.seconds)
+                runs.setdefault((first, method), group)
+                times[first, method][turn] = group.seconds
             if not batches.methods:
                 return {}
-    measured.times += times.values()
-    fastest = {
-        method: [
-            replace(group[0], seconds=least_of_steps([turn.steps for turn in group]))
-            for group in (runs[first, method] for first in firsts)
+    drafting = [method for method in batches.methods if method != plain]
+    measured.compared += [compared(first, method) for first in firsts for method in drafting]
+    least = {first: min(times[first, plain].values()) for first in firsts}
+    groups = {plain: [replace(runs[first, plain], seconds=least[first]) for first in firsts]}
+    for method in drafting:
+        groups[method] = [
+            replace(runs[first, method], seconds=least[first] * middle(compared(first, method))) for first in firsts
         ]
-        for method in batches.methods
-    }
-    rows = [row for group in next(iter(fastest.values())) for row in group.rows]
+    rows = [row for group in groups[plain] for row in group.rows]
     prompts = [len(measured.prompt_ids[row.prompt]) for row in rows]
     lengths = [prompt + len(row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
     measured.pair.warn_undrafted(prompts, lengths)
-    return fastest
+    return groups
 
 
 def _are_of(groups: Sequence[Group], measured: Measured, methods: Sequence[Method], prompts: Sequence[int]) -> bool:
@@ -114,12 +120,11 @@ def _are_of(groups: Sequence[Group], measured: Measured, methods: Sequence[Metho
         [row.prompt for row in group.rows] == list(prompts)
         and all(max(row.tokens, default=0) < vocab_size for row in group.rows)
         and all(row.counts.num_emitted_tokens == len(row.tokens) for row in group.rows)
-        and group.steps
         for group in groups
     )
 
 
-def _group(steps: list[float], output: DecodeOutput, first: int, longest: int) -> Group:
+def _group(seconds: float, output: DecodeOutput, first: int, longest: int) -> Group:
     """Return a batch; `first` is the index of its first prompt, `longest` the longest's tokens."""
     sources = output.row_sources or [()] * len(output.row_counts)
     rows = [
@@ -127,4 +132,4 @@ def _group(steps: list[float], output: DecodeOutput, first: int, longest: int) -
         Row(first + i, text[longest : longest + counts.num_emitted_tokens].tolist(), counts, list(row_sources))
         for i, (text, counts, row_sources) in enumerate(zip(output.sequences, output.row_counts, sources, strict=True))
     ]
-    return Group(rows, sum(steps), steps)
+    return Group(rows, seconds)

@@ -59,11 +59,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that were decoded together, their seconds, and those of each step where steps were timed."""
+    """Prompts that were decoded together, and their seconds."""
 
     rows: list[Row]
     seconds: Annotated[Amount, Field(gt=0)]
-    steps: list[Amount] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -116,8 +115,8 @@ class Measured:
     trees: Sequence[TreePicture] = ()
     rounds: list[ExpectedText] = field(default_factory=list)
     failures: Sequence[Failure] = ()
-    times: list[Sequence[float]] = field(default_factory=list)
-    """All seconds of each batch under each method."""
+    compared: list[Sequence[float]] = field(default_factory=list)
+    """Of each batch under each drafter, its ratios to plain decoding in the turns that timed both."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:

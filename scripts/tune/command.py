@@ -60,10 +60,7 @@ class Task:
 
     def setting(self, rule: str, level: float) -> RuleSetting:
         """Return a lossy rule at a level, with typical acceptance's δ at that level."""
-        if rule != "typical":
-            return RuleSetting(rule, level)
-        delta = self.config.typical_delta
-        return RuleSetting(rule, level, math.sqrt(level) if delta is None else delta)
+        return RuleSetting(rule, level, math.sqrt(level) if rule == "typical" else None)
 
     @property
     def settings(self) -> list[RuleSetting]:

@@ -38,9 +38,7 @@ class TuneConfig(Sampling, PromptedTarget):
     context. The distribution of a text of n tokens is then at most n times as far."""
     typical_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
     """ε of typical acceptance: levels separated by commas; an empty list leaves this rule out. Even a high ε is lenient
-    where the target is unsure, unless δ is high too."""
-    typical_delta: float | None = None
-    """δ of typical acceptance at every ε, above which ε has no effect; None for √ε, the authors' choice."""
+    where the target is unsure. δ is √ε, as its authors have it."""
     threshold_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
     """Levels of the threshold rule. Near 1 it is nearly exact, and slower than the exact rule, because it refuses even
     the target's own choice where that is unlikely. At temperature 0 it reads the probability at temperature 1."""
@@ -56,7 +54,7 @@ class TuneConfig(Sampling, PromptedTarget):
         require(self, at_least(1), "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(2), "limit")
-        require(self, at_least(0), "refine", "typical_delta")
+        require(self, at_least(0), "refine")
         # The other limit has no meaning there: disagreements exist at T=0 only.
         limit, other = ("max_disagreement", "max_total_variation")[:: 1 if self.temperature == 0 else -1]
         if getattr(self, other) is not None:

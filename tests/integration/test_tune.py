@@ -256,7 +256,6 @@ def test_the_level_between():
         ({"threshold_levels": "0.1,1"}, "threshold_levels: expected levels of at least 0 and less than 1, found 1"),
         ({"cascade_levels": "1.5"}, "cascade_levels: expected levels of at least 0 and at most 1, found 1.5"),
         ({"typical_levels": "low"}, "typical_levels: expected numbers separated by commas, found 'low'"),
-        ({"typical_delta": -1.0}, "typical_delta: expected at least 0, found -1.0"),
         ({"batch_size": 0}, "batch_size: expected at least 1, found 0"),
         ({"limit": 1}, "limit: expected at least 2, found 1"),
         ({"typical_levels": [], "threshold_levels": "", "cascade_levels": []}, "threshold_levels: expected a level"),

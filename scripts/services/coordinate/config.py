@@ -158,8 +158,6 @@ class CoordinatorConfig:
     """Seconds for one whole answer."""
     max_body_bytes: int = 4_000_000
     """The most bytes of a request; a larger one is refused."""
-    health_path: str = "/health"
-    """A path that a healthy server answers with 200."""
     health_seconds: float = 2.0
     """Seconds between two health checks of a server, and the timeout of one."""
     failures: int = 3
@@ -171,10 +169,6 @@ class CoordinatorConfig:
         require(self, finite(more_than(0)), "timeout", "health_seconds")
         if self.port > 65535:
             raise InputError(f"port: expected at most 65535, found {self.port}")
-        if not re.fullmatch(r"/[!-~]*", self.health_path):  # other characters could end the request line
-            raise InputError(
-                f"health_path: expected a path such as /health, in ASCII and without spaces, found {self.health_path!r}"
-            )
         _require_once([pair.name for pair in self.pairs], "pairs.name")
         key_of = dict[str, str | None]()
         for pair in self.pairs:

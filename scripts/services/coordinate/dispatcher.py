@@ -101,7 +101,7 @@ class Dispatcher:
     async def _look_at(self, url: str) -> None:
         breaker = self.router.breakers[url]
         try:
-            await self.clients[url].get_text(self.config.health_path)
+            await self.clients[url].get_text("/health")
         except (ServerFailure, InputError):  # the latter is a refusal, such as 404
             breaker.count_check(well=False)
         else:

@@ -31,19 +31,12 @@ def test_a_burst_changes_no_least_time_and_is_met_with_more_turns(machine):
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"  # turns alternate
 
 
-def test_of_steps_the_least_of_each_turn_count(machine):
-    def call(mark):
-        for _ in range(3):
-            machine.call()
-            mark("a token", 1)
-
-    slow_first, slow_last = (lambda now: now < 1), (lambda now: now % 10 >= 5)
-    found = []
-    for busy in (slow_first, slow_last):
-        machine.busy = busy
-        found.append(clock.timed_steps(call)[0])
-    assert [sum(steps) for steps in found] == [4.0, 5.0] and clock.least_of_steps(found) == 3.0
-    assert clock.least_of_steps([[1.0, 2.0], [4.0]]) == 3.0  # other steps: the whole
+def test_what_slows_both_calls_cancels_in_their_ratios():
+    plain, own = {0: 1.0, 1: 2.0, 2: 1.0, 3: 1.5}, {0: 1.5, 1: 3.0, 2: 3.0}
+    found = clock.ratios(own, plain)
+    assert found == [1.5, 1.5, 3.0] and clock.middle(found) == pytest.approx(1.5)
+    assert clock.middle([1.0, 4.0]) == pytest.approx(2.0)
+    assert clock.near(found) and clock.near([1.0]) and not clock.near([1.5, 3.0])
 
 
 def test_turns_end_where_times_never_agree_and_skip_what_failed():
@@ -55,6 +48,6 @@ def test_turns_end_where_times_never_agree_and_skip_what_failed():
         if "quiet" in due:
             times["quiet"].append(1.0)
     assert taken == [["failed", "noisy", "quiet"]] * 2 + [["noisy"]] * 2
-    words = clock.turns_taken(times.values(), 2)
-    assert words.startswith("each of 2 decodes timed 2 times, the fastest taken; 1 timed again, since ")
-    assert words.endswith("differed by more than 15%, 1 still do")
+    words = clock.turns_taken([times["noisy"], times["quiet"]], 2)
+    assert words.startswith("each of 2 decodes timed 2 times next to plain decoding, the median ratio taken; 1 timed ")
+    assert words.endswith("differed by more than 15%, 1 still do") and clock.turns_taken([[1.0]], 1) == "timed once"

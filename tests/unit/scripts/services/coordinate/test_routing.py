@@ -333,7 +333,6 @@ def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):
         (lambda: Rule(pair="a", load_below=3), "rules.load_of: expected it together with"),
         (lambda: Rule(pair="a", keywords=["("]), "rules.keywords: expected a regular expression"),
         (lambda: Rule(pair="a", keywords=["(?=a)"]), "rules.keywords: expected a regular expression of RE2 (no look"),
-        (lambda: router(pair("a", A), health_path="/x\r\nGET /"), "health_path: expected a path such as /health"),
         (lambda: pair("a"), "pairs.a.endpoints: expected at least one URL"),
         (lambda: pair("a", "http://user:secret@a"), "pairs.a.endpoints: expected a URL without user name"),
         (lambda: pair("a", A, A), "pairs.a.endpoints: expected each once"),
