@@ -13,7 +13,7 @@ from scipy.signal import lfilter
 
 from benchmarks.common import Figures
 from benchmarks.gate import BenchGateConfig
-from draftsmith.decode.clock import middle, near, ratios, turns
+from draftsmith.decode.clock import Compared
 from draftsmith.decode.measurement.intervals import Values
 from draftsmith.scripts.measure.estimates import Observation
 
@@ -70,32 +70,25 @@ def observations(rng: np.random.Generator, name: str) -> dict[str, tuple[Observa
     expected = ((np.minimum(again, GAMMA) + 1).cumsum(1) < TOKENS).sum(1) + 1
     plain, own = np.full(DECODED, 0.01 * TOKENS), 0.01 * TAU * rounds[:DECODED]
     ends = clock(slowdowns(rng, name, plain.sum() + (METHODS - 1) * own.sum()))
-    times: dict[tuple[int, int], dict[int, float]] = {(i, m): {} for i in range(DECODED) for m in range(METHODS)}
-
-    def compared(i: int, method: int) -> list[float]:
-        return ratios(times[i, method], times[i, 0])
-
-    def settled(key: tuple[int, int]) -> bool:
-        return all(near(compared(key[0], m)) for m in ([key[1]] if key[1] else range(1, METHODS)))
-
-    now = rng.uniform(0, 5)
-    for turn, due in enumerate(turns(times, 2, settled)):
-        for i, method in sorted(due, key=lambda key: (key[0], (key[1] + turn + key[0]) % METHODS)):
-            end = ends(now, (own if method else plain)[i] * np.exp(abs(rng.normal(0, JITTER))))
-            times[i, method][turn] = end - now
-            now = end
+    compared, now = Compared(range(DECODED), range(METHODS)), rng.uniform(0, 5)
+    for turn, due in enumerate(compared.turns(2)):
+        for i, methods in due:
+            for method in methods:
+                end = ends(now, (own if method else plain)[i] * np.exp(abs(rng.normal(0, JITTER))))
+                compared.times[i, method][turn] = end - now
+                now = end
     prompts, tokens = [[i] for i in range(DECODED)], [TOKENS] * DECODED
     replayed = {i: (float(TOKENS), float(count)) for i, count in enumerate(expected)}
-
-    once = [[times[i, method][0] for i in range(DECODED)] for method in (0, 1)]
-    least = [min(times[i, 0].values()) for i in range(DECODED)]
-    own_least = [seconds * middle(compared(i, 1)) for i, seconds in enumerate(least)]
+    once, in_turns = (
+        [[pick(i, method) for i in range(DECODED)] for method in (0, 1)]
+        for pick in (lambda i, method: compared.times[i, method][0], compared.seconds)
+    )
     counts = rounds[:DECODED].tolist()
     return {
         "once": (Observation(tokens, once[1], prompts), Observation(tokens, once[0], prompts)),
         "in turns": (
-            Observation(tokens, own_least, prompts, rounds=counts, replayed=replayed),
-            Observation(tokens, least, prompts),
+            Observation(tokens, in_turns[1], prompts, rounds=counts, replayed=replayed),
+            Observation(tokens, in_turns[0], prompts),
         ),
     }
 

@@ -46,11 +46,6 @@ def stop_below_confidence(level: float) -> Stop:
     return lambda q: bool(q.max() < level)
 
 
-def stop_above_entropy(nats: float) -> Stop:
-    """Return a rule that stops where the entropy of q exceeds a level in nats."""
-    return lambda q: bool(torch.special.entr(q).sum() > nats)
-
-
 class DraftModelProposer(Proposer):
     """A proposer that uses a causal LM with the target's tokenizer (Leviathan et al. 2023; Chen et al. 2023).
 

@@ -45,8 +45,8 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
     """Prompts to replay acceptance on, from the first: in addition to those decoded (`limit`), the target completes
     more in batches. Acceptance needs more prompts than speed does, and gets them at a fraction of the time."""
     repeats: int = 2
-    """Times each method decodes each prompt, in turns that alternate; up to twice as many where the two fastest times
-    differ. The fastest counts."""
+    """Times each method decodes each prompt, in turns that alternate; up to twice as many where its ratios to plain
+    decoding differ. The median ratio counts."""
     min_speedup: float | None = None
     """A gate: the lower end of the interval of the speed-up over plain decoding must exceed this."""
     min_gain: float | None = None

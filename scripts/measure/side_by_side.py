@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import middle, near, ratios, timed_warm, turns
+from draftsmith.decode.clock import Compared, timed_warm
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import track
 from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
@@ -69,20 +69,10 @@ def decode_side_by_side(
     batches, warm, plain = _Batches(measured, temperature, batch_size, unfinished), False, Method()
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
     runs: dict[tuple[int, Method], Group] = {}
-    times: dict[tuple[int, Method], dict[int, float]] = {(first, m): {} for first in firsts for m in measured.methods}
-
-    def compared(first: int, method: Method) -> list[float]:
-        return ratios(times[first, method], times[first, plain])
-
-    def settled(key: tuple[int, Method]) -> bool:
-        first, method = key
-        return all(near(compared(first, m)) for m in (measured.methods if method == plain else [method]))
-
-    for turn, due in enumerate(turns(times, measured.config.repeats, settled)):
-        for first in track(sorted({first for first, _ in due}), f"T={temperature:g}, B={batch_size}", "batches"):
-            methods = [method for of, method in due if of == first]
-            place = (turn + first // batch_size) % len(methods)
-            methods, key = methods[place:] + methods[:place], ("decoded", temperature, batch_size, turn, first)
+    compared = Compared(firsts, measured.methods)
+    for turn, due in enumerate(compared.turns(measured.config.repeats)):
+        for first, methods in track(due, f"T={temperature:g}, B={batch_size}", "batches"):
+            key = "decoded", temperature, batch_size, turn, first
             kept = unfinished.kept(list[Group], *key)
             if kept is not None and _are_of(kept, measured, methods, range(first, first + batch_size)):
                 decoded = dict(zip(methods, kept, strict=True))
@@ -95,17 +85,14 @@ def decode_side_by_side(
                     unfinished.keep(*key, value=[asdict(group) for group in decoded.values()])
             for method, group in decoded.items():
                 runs.setdefault((first, method), group)
-                times[first, method][turn] = group.seconds
+                compared.times[first, method][turn] = group.seconds
             if not batches.methods:
                 return {}
-    drafting = [method for method in batches.methods if method != plain]
-    measured.compared += [compared(first, method) for first in firsts for method in drafting]
-    least = {first: min(times[first, plain].values()) for first in firsts}
-    groups = {plain: [replace(runs[first, plain], seconds=least[first]) for first in firsts]}
-    for method in drafting:
-        groups[method] = [
-            replace(runs[first, method], seconds=least[first] * middle(compared(first, method))) for first in firsts
-        ]
+    measured.compared += [compared.ratios(first, m) for first in firsts for m in batches.methods if m != plain]
+    groups = {
+        method: [replace(runs[first, method], seconds=compared.seconds(first, method)) for first in firsts]
+        for method in batches.methods
+    }
     rows = [row for group in groups[plain] for row in group.rows]
     prompts = [len(measured.prompt_ids[row.prompt]) for row in rows]
     lengths = [prompt + len(row.tokens) for prompt, row in zip(prompts, rows, strict=True)]

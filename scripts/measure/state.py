@@ -116,7 +116,7 @@ class Measured:
     rounds: list[ExpectedText] = field(default_factory=list)
     failures: Sequence[Failure] = ()
     compared: list[Sequence[float]] = field(default_factory=list)
-    """Of each batch under each drafter, its ratios to plain decoding in the turns that timed both."""
+    """The ratios to plain decoding of each batch under each drafter, turn by turn."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import timed, turns
+from draftsmith.decode.clock import Compared, timed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import confidence_of_each
 from draftsmith.decode.progress import phase, track
@@ -72,9 +72,9 @@ def tune(config: TuneConfig) -> dict[str, Any]:
     """Decode in every setting, write `tune.json` and `tune.svg`, and return the content of tune.json.
 
     Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
-    affects all settings alike, and in two of the clock's turns or more; the fastest counts. Levels that the search adds
-    run in turns of their own, together with plain decoding, over which their speed-up is. Prompt i draws
-    with the config's seed + i.
+    affects all settings alike, and in two of the clock's turns or more; the median ratio to plain decoding counts.
+    Levels that the search adds run in turns of their own, together with plain decoding. Prompt i draws with the
+    config's seed + i.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -133,25 +133,20 @@ def _load(config: TuneConfig) -> Task:
 
 
 def _decode_all(task: Task, settings: list[RuleSetting]) -> dict[RuleSetting, list[Batch]]:
-    """Decode every prompt in every setting, after a warm-up of each rule; return each batch at its fastest."""
+    """Decode every prompt in every setting, the plain one first, after a warm-up of each rule."""
     for setting in track({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
         _decode(task, setting, 0)  # first calls allocate memory
-    firsts = range(0, len(task.prompts), task.config.batch_size)
-    batches: dict[tuple[int, RuleSetting], list[Batch]] = {
-        (first, setting): []
-        for place, first in enumerate(firsts)
-        for setting in settings[place % len(settings) :] + settings[: place % len(settings)]
-    }
-    times: dict[tuple[int, RuleSetting], list[float]] = {key: [] for key in batches}
+    firsts, batches = range(0, len(task.prompts), task.config.batch_size), dict[tuple[int, RuleSetting], Batch]()
+    compared = Compared(firsts, settings)
     with phase("tune", REPEATS * len(settings) * len(task.prompts), "texts") as bar:
-        for due in turns(times, REPEATS):
-            for first, setting in due:
+        for turn, due in enumerate(compared.turns(REPEATS)):
+            for first, setting in ((first, setting) for first, settings_due in due for setting in settings_due):
                 batch = _decode(task, setting, first)
-                batches[first, setting].append(batch)
-                times[first, setting].append(batch.seconds)
+                batches.setdefault((first, setting), batch)
+                compared.times[first, setting][turn] = batch.seconds
                 bar.advance(len(batch.rows))
     return {
-        setting: [min(batches[first, setting], key=lambda batch: batch.seconds) for first in firsts]
+        setting: [replace(batches[first, setting], seconds=compared.seconds(first, setting)) for first in firsts]
         for setting in settings
     }
 

@@ -376,7 +376,6 @@ def test_a_draft_with_another_tokenizer_is_refused(pair, capsys):
     draft = retokenized(pair, "another", train_bpe(TEXTS, 280))
     out, err = ran(capsys, flags(pair, draft=draft), 2)
     assert out == "" and err.startswith(f"error: draft {draft}: expected the target's tokens and merges, under any ids")
-    assert err.count("\n") == 1
 
 
 OPTIONS = {"parallel_draft": {"parallel_draft": "parallel"}, "medusa": {"medusa": "heads"}}

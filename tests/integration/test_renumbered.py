@@ -34,8 +34,9 @@ def with_ids(model: PreTrainedModel, new: list[int]) -> PreTrainedModel:
 
 def renumbered(model: PreTrainedModel, tokenizer, tree=None) -> DraftModelProposer:
     other, new = permuted(tokenizer)
-    ids = matching_ids(other, tokenizer)
-    return DraftModelProposer(renumber_draft(with_ids(model, new), ids, stand_in(other)), tree)
+    return DraftModelProposer(
+        renumber_draft(with_ids(model, new), matching_ids(other, tokenizer), stand_in(other)), tree
+    )
 
 
 def batch(tokenizer, prompts: list[str]) -> dict[str, torch.Tensor]:

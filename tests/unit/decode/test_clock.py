@@ -31,12 +31,22 @@ def test_a_burst_changes_no_least_time_and_is_met_with_more_turns(machine):
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"  # turns alternate
 
 
-def test_what_slows_both_calls_cancels_in_their_ratios():
-    plain, own = {0: 1.0, 1: 2.0, 2: 1.0, 3: 1.5}, {0: 1.5, 1: 3.0, 2: 3.0}
-    found = clock.ratios(own, plain)
-    assert found == [1.5, 1.5, 3.0] and clock.middle(found) == pytest.approx(1.5)
-    assert clock.middle([1.0, 4.0]) == pytest.approx(2.0)
-    assert clock.near(found) and clock.near([1.0]) and not clock.near([1.5, 3.0])
+def test_what_slows_both_ways_cancels_in_their_ratios():
+    compared, slow, taken = clock.Compared("ab", ["plain", "steady", "noisy"]), [1.0, 1.2, 1.0, 1.4], []
+    for turn, due in enumerate(compared.turns(2)):
+        taken.append({unit: sorted(ways) for unit, ways in due})
+        for unit, ways in due:
+            for way in ways:
+                own = {"plain": 1.0, "steady": 1.5, "noisy": 2.0 if unit == "a" else 1.2**turn}[way]
+                compared.times[unit, way][turn] = own * slow[turn]
+    assert taken == [{unit: ["noisy", "plain", "steady"] for unit in "ab"}] * 2 + [{"b": ["noisy", "plain"]}] * 2
+    assert compared.ratios("b", "steady") == pytest.approx([1.5, 1.5])
+    assert compared.ratios("b", "noisy") == pytest.approx([1.0, 1.2, 1.44])  # without the last turn, which took 2.4
+    seconds = [compared.seconds(*key) for key in (("a", "plain"), ("a", "steady"), ("b", "noisy"))]
+    assert seconds == pytest.approx([1.0, 1.5, 1.2])
+    burst = clock.Compared("a", ["plain", "own"])
+    burst.times = {("a", "plain"): {0: 1.0, 1: 2.0, 2: 1.1}, ("a", "own"): {0: 1.5, 1: 2.0, 2: 1.65}}  # turn 1
+    assert burst.ratios("a", "own") == pytest.approx([1.5, 1.5]) and burst.seconds("a", "own") == pytest.approx(1.5)
 
 
 def test_turns_end_where_times_never_agree_and_skip_what_failed():
