@@ -73,5 +73,5 @@ def test_two_processes_are_one(alone, together, name):
     saved, expected = (load_file(path / name / "model.safetensors") for path in (output, alone[1]))
     assert saved.keys() == expected.keys()
     one, two = ({name: tensor.float() for name, tensor in each.items()} for each in (expected, saved))
-    assert furthest(one, two) < 2 * LAST_BITS
+    assert furthest(one, two) < 4 * LAST_BITS  # Muon makes more of them without vector instructions
     BlockDrafter.from_pretrained(output / name)
