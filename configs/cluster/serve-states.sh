@@ -2,7 +2,7 @@
 # Serve the states of a target to `--teacher`, from all GPUs that are visible: a vLLM on each of them, at port 8000 and the
 # ports after it. GPUS=2 gives each vLLM two GPUs.
 #   GPUS=2 configs/cluster/serve-states.sh Qwen/Qwen3.6-27B-FP8 '[2, 32, 61, 64]' --max-model-len 4096
-# The numbers are the layers after which training reads states, the last one included: `draftsmith plan --teacher_gpus`
+# The numbers are the layers after which training reads states, the last one included: `draftsmith plan --teacher`
 # prints them. What follows them is for vllm serve. VLLM_API_KEY sets the key that clients must have. On a machine without
 # a GPU one server of vLLM's CPU build is started.
 set -euo pipefail

@@ -33,15 +33,15 @@ UNITS = 25
 def _quick(monkeypatch):
     """A clock that counts rounds, few resamples, and no page; nothing else is made up."""
     monkeypatch.setattr(intervals, "RESAMPLES", 100)
-    monkeypatch.setattr(side_by_side, "timed_steps", clock(1.0))
+    monkeypatch.setattr(side_by_side, "timed_warm", clock(1.0))
     monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text(""))
     monkeypatch.setattr(certify, "certify_sampled", lambda *args, **options: Certificate(p_value=0.5, passed=True))
 
 
 def clock(seconds: float):
     def timed(call):
-        output = call(lambda *_: None)
-        return [seconds * output.counts.num_drafts], output
+        output = call()
+        return seconds * output.counts.num_drafts, output
 
     return timed
 
@@ -134,7 +134,7 @@ def test_no_speed_up_is_of_two_processes(root, tmp_path, monkeypatch):
     """The second process is a thousand times slower: a draft of one over plain decoding of the other would show."""
     output = tmp_path / "out"
     kill(root, output, 2, temperature="0", lossless_tokens=0)
-    monkeypatch.setattr(side_by_side, "timed_steps", clock(1000.0))
+    monkeypatch.setattr(side_by_side, "timed_warm", clock(1000.0))
     report = measured(root, output, temperature="0", lossless_tokens=0)
     for run in report["runs"]:
         # A round costs what a token does, so that each batch is as much faster as its τ.
