@@ -60,9 +60,8 @@ def launch_seconds(call: Callable[[], object], device: torch.device, repeats: in
 
 def compilations() -> int:
     """Return the number of forwards that were compiled or read from disk in this process."""
-    dynamo = sys.modules.get(
-        "torch._dynamo.utils"
-    )  # importing it takes a second; unless it is imported, nothing was compiled
+    # Importing it takes a second; unless it is imported, nothing was compiled.
+    dynamo = sys.modules.get("torch._dynamo.utils")
     return len(PROGRAMS) + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
@@ -154,12 +153,12 @@ def least_seconds(
     return {key: min(times) for key, times in seconds.items()}
 
 
-def turns_taken(compared: Collection[Sequence[float]], repeats: int) -> str:
-    """Say how often decodes were timed, from each one's ratios to plain decoding, and how many remain in doubt."""
+def turns_taken(compared: Collection[tuple[int, Sequence[float]]], repeats: int) -> str:
+    """Say how often decodes were timed, by their turns and ratios to plain decoding, and how many remain in doubt."""
     if repeats == 1:
         return "timed once"
     words = f"each of {len(compared)} decodes timed {repeats} times next to plain decoding, the median ratio taken"
-    if again := sum(len(found) > repeats for found in compared):
-        words += f"; {again} timed again, since their ratios differed by more than {ALIKE - 1:.0%}"
-        words += f", {sum(not near(found) for found in compared)} still do"
+    if again := sum(turns > repeats for turns, _ in compared):
+        words += f"; {again} timed again, disturbed or with ratios that differed by more than {ALIKE - 1:.0%}"
+        words += f", {sum(not near(ratios) for _, ratios in compared)} still do"
     return words

@@ -60,11 +60,10 @@ def decode_side_by_side(
 ) -> dict[Method, list[Group]]:
     """Decode the prompts that fill whole batches by every method; return each method's batches.
 
-    Every method decodes a batch before the next batch begins, in rotating order: a machine that slows down or speeds up
-    does so for all of them. All batches have one of the clock's `turns` before any has its next, so that a burst of
-    other work meets a batch once. A batch's turn is finished once all its methods have decoded it. A method that failed
-    is left out; if plain decoding failed, the result is empty. Plain decoding's seconds are its least, and a drafter's
-    are these times the median of its ratios to plain decoding in the same turns. More turns follow where ratios differ.
+    Every method decodes a batch before the next batch begins, in rotating order, and all batches have one of the
+    clock's turns before any has its next: a machine that slows down or speeds up does so for all methods, and a burst
+    of other work meets a batch once. A method that failed is left out; if plain decoding failed, the result is empty.
+    Plain decoding's seconds are its least, a drafter's are these times the median of its ratios in the same turns.
     """
     batches, warm, plain = _Batches(measured, temperature, batch_size, unfinished), False, Method()
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
@@ -88,7 +87,9 @@ def decode_side_by_side(
                 compared.times[first, method][turn] = group.seconds
             if not batches.methods:
                 return {}
-    measured.compared += [compared.ratios(first, m) for first in firsts for m in batches.methods if m != plain]
+            compared.ways = batches.methods  # what failed needs no more turns
+    drafted = [(first, method) for first in firsts for method in batches.methods if method != plain]
+    measured.compared += [(len(compared.times[key]), compared.ratios(*key)) for key in drafted]
     groups = {
         method: [replace(runs[first, method], seconds=compared.seconds(first, method)) for first in firsts]
         for method in batches.methods

@@ -115,8 +115,8 @@ class Measured:
     trees: Sequence[TreePicture] = ()
     rounds: list[ExpectedText] = field(default_factory=list)
     failures: Sequence[Failure] = ()
-    compared: list[Sequence[float]] = field(default_factory=list)
-    """The ratios to plain decoding of each batch under each drafter, turn by turn."""
+    compared: list[tuple[int, Sequence[float]]] = field(default_factory=list)
+    """The turns of each batch under each drafter, and the ratios to plain decoding of those undisturbed."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:
