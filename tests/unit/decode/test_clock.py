@@ -60,4 +60,6 @@ def test_turns_end_where_times_never_agree_and_skip_what_failed():
     assert taken == [["failed", "noisy", "quiet"]] * 2 + [["noisy"]] * 2
     words = clock.turns_taken([(4, times["noisy"]), (2, times["quiet"])], 2)
     assert words.startswith("each of 2 decodes timed 2 times next to plain decoding, the median ratio taken; 1 timed ")
-    assert words.endswith("differed by more than 15%, 1 still do") and clock.turns_taken([(1, [1.0])], 1) == "timed once"
+    assert (
+        words.endswith("differed by more than 15%, 1 still do") and clock.turns_taken([(1, [1.0])], 1) == "timed once"
+    )
