@@ -43,9 +43,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
     if AND in config.output:
-        raise InputError(
-            f"output: expected a path without {AND}, which joins a hybrid's drafters, found {config.output}"
-        )
+        raise InputError(f"output: expected a path without {AND}, which joins drafters, found {config.output}")
     output = require_writable(config.output)
     with note_on_interrupt(lambda: _kept(output)):
         return _stages(config, output, console)

@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from draftsmith.decode.cache.kernels import flash_takes, repeat_heads
 
 NAME = "draftsmith_grouped"
+KEPT = 256  # most queries whose mask's rows are kept for all layers; those of a long prompt would fill the memory
 
 
 class _LastMask(threading.local):
@@ -53,12 +54,13 @@ def grouped_attention(
         if attention_mask is None and groups > 1 and not flash_takes(query):  # the only kernel that takes groups
             key, value = repeat_heads(key, heads), repeat_heads(value, heads)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if attention_mask is not None and length > 1:
+    attend = in_groups
+    if attention_mask is not None and not torch.compiler.is_exporting() and 1 < length <= KEPT:
         if _LAST.mask is not attention_mask or _LAST.groups != groups:
             _LAST.mask, _LAST.groups = attention_mask, groups
             _LAST.rows = attention_mask.repeat(1, 1, groups, 1)
-        attention_mask = _LAST.rows
-    states = _packed(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
+        attend, attention_mask = _packed, _LAST.rows
+    states = attend(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
     return states.transpose(1, 2).contiguous(), None
 
 
