@@ -54,11 +54,7 @@ REFUSALS = {
         "gemma4-moe",
     ): "init: expected weights that fit the carved config",  # the last one is full
     **{(name, "gemma4"): "target: expected layers with keys and embeddings" for name in ("carve", "plan of carving")},
-    **{
-        (name, family): NO_LAYERS
-        for name in ("features", "plan of features", "eagle", "block")
-        for family in ("gpt-neo", "bloom")
-    },
+    **{(name, family): NO_LAYERS for name in ("features", "eagle", "block") for family in ("gpt-neo", "bloom")},
 }
 """How a command refuses a family; all others work."""
 
@@ -128,7 +124,6 @@ WORK = {
     "block": lambda place: block_command.main([*learned(place, "block"), "--block_size", "3"]),
     "joint": lambda place: medusa_command.main([*learned(place, "joint"), "--num_heads", "2", "--backbone", "lora"]),
     "plan of carving": lambda place: main(planned(place, "distill", init={"layers": 1})),
-    "plan of features": lambda place: main(["plan", "--recipe", *cached(place, "none", True), *GPUS]),
     "plan of heads": lambda place: main(planned(place, "medusa")),
 }
 
