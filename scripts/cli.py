@@ -49,10 +49,6 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
             "finds out which drafter to train for a target, by training several a little",
             "choose.config:ChooseConfig",
         ),
-        "learning-curve": (
-            "says how much text is enough, and forecasts acceptance for more",
-            "configs:LearningCurveConfig",
-        ),
         "tune": (
             "compares the speed of lossy rules with their departure from the target; finds a switch, or γ by load",
             "tune.config:tune_config",

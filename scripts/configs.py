@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, require, require_some
+from draftsmith.decode.errors import InputError, at_least, at_most, require, require_some
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.kinds import NONE, Drafters, aliases, aliases_of_recipes, drafter_texts, only_drafter, recipe_of
-from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.scripts.kinds import NONE, Drafters, aliases, drafter_texts, only_drafter
+from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.kinds.export import ExportOptions
 from draftsmith.train.options import DRAFT_LENGTH, TREE_NODES, ModelOptions, PromptedTarget, TemplateOptions
 
@@ -145,39 +145,6 @@ class ExportConfig(ExportOptions):
                     raise InputError(f"{name}: expected none with heads to import, found one")
             if not self.output:
                 raise InputError("output: expected a directory to write in, found none")
-
-
-@dataclass
-class LearningCurveConfig:
-    """Train on several amounts of text, and forecast acceptance for more; resumable."""
-
-    run: str
-    """The config of the training run, with `heldout` directories."""
-    output: str
-    """The directory of the runs by share, learning_curve.json and .svg; a second run continues."""
-    drafter: Drafters = field(default_factory=lambda: ["draft"], metadata=aliases_of_recipes())
-    """The kind of drafter that the run trains; it may not train the target."""
-    flags: list[str] = field(default_factory=list)
-    """Extra flags of the training runs, such as --processes=8."""
-    shares: Floats = field(default_factory=lambda: [0.125, 0.25, 0.5, 1.0])
-    """Shares of the prompts to train on, at least three, with commas."""
-    times: Floats = field(default_factory=lambda: [2.0, 4.0])
-    """Multiples of the text to forecast τ for."""
-    draft_length: int = 4
-    """γ of the replayed τ; drafters of several tokens draft no more than they were trained to."""
-    luck: float = 0.05
-    """The standard deviation of τ over equal runs with other seeds, as far as you know it."""
-
-    def __post_init__(self) -> None:
-        require(self, more_than(0), "luck")
-        self.drafter = drafter_texts(self.drafter)[-1:]
-        recipe_of(*self.drafter)
-        self.shares, self.times = (sorted(numbers(getattr(self, n), float, n)) for n in ("shares", "times"))
-        require(self, more_than(0) & at_most(1), "shares")
-        require(self, finite(more_than(1)), "times")
-        require(self, DRAFT_LENGTH, "draft_length")
-        if len(self.shares) < 3:
-            raise InputError(f"shares: expected at least 3 amounts for a curve, found {len(self.shares)}")
 
 
 @dataclass

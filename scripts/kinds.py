@@ -174,16 +174,6 @@ def aliases(*flags: str) -> dict[str, Any]:
     return {"aliases": entries}
 
 
-def aliases_of_recipes() -> dict[str, Any]:
-    """Return the metadata of a field that names a kind to train, or the command that trains it."""
-
-    def spelled(values: list[Any]) -> list[str]:
-        names = {kind.recipe.command: kind.name for kind in KINDS if kind.recipe is not None}
-        return [names.get(value, value) for value in values]
-
-    return {"aliases": lambda: [Alias("recipe", "of --drafter: the command that trains it", list, spelled)]}
-
-
 def drafter_texts(value: Drafters) -> list[str]:
     """Return the drafters of a field that takes one or several."""
     return [value] if isinstance(value, str) else list(value)

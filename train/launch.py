@@ -23,7 +23,6 @@ from draftsmith.train.data.examples import (
     TrainingData,
     require_disjoint_prompts,
     split_off,
-    take_share,
     training_examples,
 )
 from draftsmith.train.data.generate import other_target
@@ -86,8 +85,6 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
     elif config.heldout:
         heldout = read("heldout")
         require_disjoint_prompts(train, heldout)
-    if config.share < 1:
-        train = take_share(train, config.share)
     sets = set(gather_object([(train.fingerprint(), heldout and heldout.fingerprint())]))
     if len(sets) > 1:
         raise InputError(f"completions: expected the same samples on all processes, found {len(sets)} different sets")

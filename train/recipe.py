@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from draftsmith.decode.errors import (
     InputError,
     at_least,
-    at_most,
     between,
     finite,
     more_than,
@@ -67,9 +66,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     """The text to measure acceptance on, which chooses the checkpoint that is kept: completion directories whose
     prompts are not among those of `completions`, or a share of these, such as 0.02, held back by prompts. Needed where
     `training.eval_strategy` is not "no"."""
-    share: float = 1.0
-    """Learn from the completions of only this share of the prompts, the same in all epochs. Smaller shares are part of
-    larger ones: `draftsmith learning-curve` trains on several to predict the gain from more text."""
     source_weights: list[float] = field(default_factory=list)
     """How often an epoch takes the samples (or packed rows) of each of `completions`: 1 is once, 0.3 a random 30 % of
     them, others each epoch; all once if not given."""
@@ -242,7 +238,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
 
     def _check_sources(self) -> None:
         require(self, one_of(DUPLICATES), "dedup")
-        require(self, more_than(0) & at_most(1), "share")
         require(self, finite(more_than(0)), "source_weights")
         if not isinstance(self.heldout, list):
             require(self, between(0, 1), "heldout")

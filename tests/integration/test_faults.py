@@ -35,7 +35,6 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.scripts.learning_curve import CurveFile
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
@@ -191,8 +190,6 @@ COMPLETED = {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [1]
 GENERATED = {"text": "a", "meta_info": META, "output_ids": [1, 2]}
 ENGINE = {"vllm": "1", "device": "cpu", "results": [{"token_ids": [[7, 8]], "num_drafts": [2], "num_draft_tokens": [6],
     "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1, 0]}]}  # fmt: skip
-CURVE = {"schema": "s", "settings": {}, "points": [{"share": 1, "tokens_learned": 9, "replayed": {"T=0": {
-    "tokens": [3], "rounds": [2.5]}}}]}  # fmt: skip
 COST_FILE = {"schema": "draftsmith.costs/1", "environment": {}, "compiled": False, "target": "t", "drafters": {"draft":
     {"kind": "draft"}}, "tables": [TABLE]}  # fmt: skip
 JOB = {"samples": 9, "data": "d", "seed": 0, "sampling": "random", "processes": 1, "batch": 2, "accumulation": 1,
@@ -278,7 +275,6 @@ READERS: dict[str, Reader] = {
     "costs.json": Reader(lines(COST_FILE), lambda path: read(CostFile, path, "costs")),
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),
-    "learning_curve.json": Reader(lines(CURVE), lambda path: read(CurveFile, path)),
     "a checkpoint's job": Reader(lines(JOB), lambda path: JobRecord.left_in(path.parent)),
     "prompts.jsonl": Reader(lines(*PROMPTS), lambda path: read_prompts(str(path), answers="kept")),
     "a config": Reader(YAML, config_of, faults=(damaged, misworded, misworded)),

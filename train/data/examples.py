@@ -199,18 +199,6 @@ def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingD
     return data.select(~held), data.select(held)
 
 
-def take_share(data: TrainingData, share: float) -> TrainingData:
-    """Return the samples of a share of the prompts, by another hash of prompts than in `split_off`.
-
-    A smaller share lies within a larger one, and a prompt has all of its completions or none.
-    """
-    mixed = data.texts.column("prompt")[data.members] * np.uint64(0x9E3779B97F4A7C15)  # modulo 2⁶⁴
-    chosen = mixed < np.uint64(share * 2**64)
-    if not chosen.any():
-        raise InputError(f"share: expected some of the {len(data)} samples of completions, found none in {share}")
-    return data.select(chosen)
-
-
 def require_disjoint_prompts(train: TrainingData, heldout: TrainingData) -> None:
     """Require that no held-out sample has the prompt of a training sample."""
     prompts, held = (data.texts.column("prompt")[data.members] for data in (train, heldout))

@@ -10,7 +10,7 @@ from pages import ROOT
 from draftsmith.decode import DraftModelProposer, PromptLookupProposer
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli, kinds
-from draftsmith.scripts.configs import GenerateConfig, LearningCurveConfig, TreeConfig
+from draftsmith.scripts.configs import GenerateConfig, TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parse_drafter
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.train.cli import parse_config
@@ -132,9 +132,6 @@ def test_older_flags_are_aliases(tmp_path):
     given = ["--target", "t", "--prompt", "p", "--draft", "d", "--medusa", "h"]
     assert parse_config(GenerateConfig, [*given, "--proposer", "medusa"]).drafter == ["medusa:h"]
     assert parse_config(GenerateConfig, [*given, "--proposer", "none"]).drafter == [kinds.NONE]
-    curve = ["--run", "r", "--output", "o"]
-    assert parse_config(LearningCurveConfig, curve).drafter == ["draft"]
-    assert parse_config(LearningCurveConfig, [*curve, "--recipe", "eagle"]).drafter == ["eagle"]
 
 
 def test_older_commands_are_aliases(capsys):

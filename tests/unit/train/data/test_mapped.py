@@ -16,7 +16,7 @@ from pipelines import training_data, write_completions
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import mapped
-from draftsmith.train.data.examples import require_disjoint_prompts, split_off, take_share, training_examples
+from draftsmith.train.data.examples import require_disjoint_prompts, split_off, training_examples
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.packing import best_fit_decreasing, pack
 from draftsmith.train.data.sampler import EpochSampler
@@ -261,25 +261,6 @@ def test_a_share_is_held_back_by_prompts_and_stays_there(tmp_path):
         before, held_before = split_off(training_data(rows[::-1][:400]), share)  # in another order, and fewer
         assert {row["id"] for row in held_before} <= {row["id"] for row in heldout}
         assert {row["id"] for row in before} <= {row["id"] for row in train}
-
-
-def test_a_share_of_the_prompts_lies_within_a_larger_one():
-    """And says nothing about which prompts are held back: those are of another hash."""
-    generator = np.random.default_rng(0)
-    rows = [sample(f"{n}", [n % 200 + 2, n % 7, 5], generator.integers(2, 300, 4).tolist()) for n in range(600)]
-    data = training_data(rows)
-    names = [{row["id"] for row in take_share(data, share)} for share in (0.1, 0.4, 0.8)]
-    assert names[0] < names[1] < names[2]
-    for share, taken in zip((0.1, 0.4, 0.8), names, strict=True):
-        part = take_share(data, share)
-        assert len(set(prompts_of(part))) / len(set(prompts_of(data))) == pytest.approx(share, abs=0.1)
-        kept = set(prompts_of(part))
-        assert [row["id"] in taken for row in data] == [prompt in kept for prompt in prompts_of(data)]
-        assert part.loss_tokens() == 4 * len(part)
-    train, _ = split_off(data, 0.5)
-    assert 0.25 < len(take_share(train, 0.4)) / len(train) < 0.55
-    with pytest.raises(InputError, match=r"share: expected some of the 6 samples of completions, found none in 0\.001"):
-        take_share(training_data([sample(f"{n}", [1, 2], [n]) for n in range(3, 9)]), 0.001)
 
 
 def test_a_share_of_few_prompts_holds_one_of_them_back():
