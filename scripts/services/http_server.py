@@ -8,7 +8,9 @@ client keeps another one out, and health checks are answered under any load.
 
 import asyncio
 import resource
+import signal
 import socket
+from types import FrameType
 from typing import Any, cast
 
 import h11
@@ -24,8 +26,8 @@ HEADER_BYTES = 65_536
 HEADER_SECONDS = 10.0
 """The time limit for the headers of a connection's first request, and of a request that has begun."""
 MOST_WAITING = 4096
-"""The limit of connections without a whole request: more than an ingress serves at a time, and half of `FILES`; at most
-half of the files that may be open."""
+"""The limit of connections without a whole request: more than the coordinator serves at a time, and half of `FILES`; at
+most half of the files that may be open."""
 PATIENCE = 1.0  # seconds before a connection may be closed: many may be accepted before the first is read
 FILES = 8192  # open files to ask for: each connection takes one, and so does each to another server
 LEFT = 499  # the status that counts requests whose client has left; nobody reads it
@@ -160,15 +162,29 @@ def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def open_socket(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one, and a `shared` port may have more sockets of the same user.
+def ended_by_signals(server: uvicorn.Server) -> None:
+    """Let SIGTERM and SIGINT end a server and not the process: call it before the server starts.
+
+    uvicorn ends by these signals, and raises them again after it has ended, which is no failure. These handlers also
+    keep a signal that arrives before uvicorn sets its own.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one.
 
     Raises:
         InputError: the port is taken, or the host is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024, reuse_port=shared)
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         found = error.strerror or str(error)
         raise InputError(f"port: expected a free one at {host}, found {port}: {found}") from error

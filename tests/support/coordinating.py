@@ -17,8 +17,8 @@ from engine import end, free_port
 from fated import start
 from local_server import LocalHandler, LocalServer
 
-START = 300
-"""Seconds within which it answers; Ray takes 8 on two cores that are free, and a minute on busy ones."""
+START = 120
+"""Seconds within which it answers."""
 Answer = Callable[["Exchange"], None]
 
 

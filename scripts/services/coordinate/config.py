@@ -33,8 +33,6 @@ class ServedPair:
     """The report's drafter that runs on these servers; null: the recommended one."""
     draft_length: int | None = None
     """γ on these servers; 0: they decode plainly; null: the recommended one."""
-    draft_lengths: str | None = None
-    """draft_lengths.json of `measure` or `tune`, in place of one γ, if these servers choose γ by their load."""
     drafts: str = GREEDY
     """Drafting of these servers under sampling: `greedy` (vLLM's and SGLang's default) or `probabilistic`."""
 
@@ -48,9 +46,6 @@ class ServedPair:
         require(self, at_least(1), "max_concurrency", prefix=where)
         require(self, at_least(0), "draft_length", prefix=where)
         require(self, one_of((GREEDY, PROBABILISTIC)), "drafts", prefix=where)
-        if self.draft_lengths is not None and (self.report is None or self.draft_length is not None):
-            found = "no report" if self.report is None else "a draft_length"
-            raise InputError(f"{where}draft_lengths: expected a report with it and no draft_length, found {found}")
         _require_once(self.endpoints, f"{where}endpoints")
 
 
@@ -111,7 +106,7 @@ class Log:
     """A log of requests and their answers, training text for the next draft."""
 
     path: str
-    """A .jsonl file; full files next to it end in .1.jsonl, .2.jsonl, …"""
+    """A .jsonl file, opened anew for each line, so that other programs may move it away."""
     redact: list[Redaction] = field(default_factory=list)
     """Replacements in prompts and answers, in this order."""
     redact_with: str | None = None
@@ -119,16 +114,10 @@ class Log:
     token_ids: bool = False
     """Ask the servers for the token ids that they read and write (`return_token_ids`), which a draft then learns
     exactly. Clients get them too. Not with a redaction, because nothing can be redacted in them."""
-    max_bytes: int = 100_000_000
-    """The size at which a file is full."""
-    files: int = 10
-    """The number of full files to keep; the oldest is removed."""
 
     def __post_init__(self) -> None:
         if not self.path.endswith(".jsonl"):
             raise InputError(f"log.path: expected a file named .jsonl, found {self.path!r}")
-        require(self, at_least(1000), "max_bytes", prefix="log.")
-        require(self, at_least(1), "files", prefix="log.")
         if self.redact_with is not None and not re.fullmatch(r"[\w.]+:\w+", self.redact_with):
             raise InputError(f"log.redact_with: expected package.module:function, found {self.redact_with!r}")
         if self.token_ids and (self.redact or self.redact_with is not None):
@@ -148,16 +137,12 @@ class CoordinatorConfig:
     """The address to listen at."""
     port: int = 8200
     """The port to listen at."""
-    ingress: int = 1
-    """Processes that relay requests. One is enough for a laptop; they share one view of all loads."""
     key_env: str | None = None
     """The environment variable with the API key that clients must send; null: no key is required."""
     log: Log | None = None
     """Write requests and their answers to a file; without it no prompt is written anywhere."""
     timeout: float = 600.0
     """Seconds for one whole answer."""
-    max_body_bytes: int = 4_000_000
-    """The most bytes of a request; a larger one is refused."""
     health_seconds: float = 2.0
     """Seconds between two health checks of a server, and the timeout of one."""
     failures: int = 3
@@ -165,7 +150,7 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         require_some(self, "pairs", "pair")
-        require(self, at_least(1), "port", "max_body_bytes", "failures", "ingress")
+        require(self, at_least(1), "port", "failures")
         require(self, finite(more_than(0)), "timeout", "health_seconds")
         if self.port > 65535:
             raise InputError(f"port: expected at most 65535, found {self.port}")

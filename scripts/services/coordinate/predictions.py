@@ -15,7 +15,6 @@ from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.validation import MOST, Amount, Count, ServerMessage, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.routing import Rates
-from draftsmith.scripts.serving.draft_lengths import length_at, named_entry
 
 MOST_ROWS = 1024
 """The most concurrent requests with a tabled speed; beyond the measured batch sizes costs are extrapolated linearly."""
@@ -26,11 +25,8 @@ class _Estimate(ServerMessage):
     value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
 
 
-Lengths = Mapping[int, _Estimate]  # γ → τ
-
-
 class _Figures(ServerMessage):
-    mean_acceptance_length: Lengths
+    mean_acceptance_length: Mapping[int, _Estimate]  # γ → τ
 
 
 class _Drafter(ServerMessage):
@@ -88,48 +84,35 @@ def _plain(table: CostTable) -> Iterator[float]:
 def _speculative(pair: ServedPair, report: _Report, tables: Sequence[CostTable], where: str) -> Rates:
     name = pair.drafter or report.recommendation.proposer
     length = pair.draft_length or report.recommendation.draft_length
-    if name is None or (length is None and pair.draft_lengths is None):
+    if name is None or length is None:
         raise InputError(f"{where}: expected drafter and draft_length with a report that recommends none, found none")
     curves = [curve for curve in report.curves if curve.proposer.name == name]
     if not curves or any(name not in table.drafters for table in tables):
         found = ", ".join(dict.fromkeys(curve.proposer.name for curve in report.curves)) or "none"
         raise InputError(f"pairs.{pair.name}.drafter: expected one of the report's drafters, {found}, found {name!r}")
-    field = "draft_length"
-    by_rows = [length or 0] * MOST_ROWS
-    if pair.draft_lengths is not None:
-        field, table_of_lengths = (
-            "draft_lengths",
-            named_entry(pair.draft_lengths, name, f"pairs.{pair.name}.draft_lengths"),
-        )
-        by_rows = [length_at(table_of_lengths, rows) for rows in range(1, MOST_ROWS + 1)]
     by_temperature = {}
     for temperature in dict.fromkeys(curve.temperature for curve in curves):
         table = next((table for table in tables if table.temperature == temperature), tables[0])
         # At T=0 both verifiers accept the same tokens, and the report has only the probabilistic one.
         by_verifier = {curve.verifier: curve for curve in curves if curve.temperature == temperature}
         curve = by_verifier.get(pair.drafts, next(iter(by_verifier.values())))
-        drafted = sorted({*by_rows} - {0})
-        if unknown := [k for k in drafted if k not in curve.mean_acceptance_length]:
-            known = ", ".join(map(str, curve.mean_acceptance_length))
+        tau = _value(curve, length)
+        if tau is None:
+            known = ", ".join(str(k) for k in curve.mean_acceptance_length if _value(curve, k)) or "none"
             raise InputError(
-                f"pairs.{pair.name}.{field}: expected one that the report has, {known}, found {unknown[0]}"
+                f"pairs.{pair.name}.draft_length: expected one with a τ in the report, {known}, found {length}"
             )
-        lengths: dict[str | None, Lengths] = {None: curve.mean_acceptance_length}
-        lengths |= {category: figures.mean_acceptance_length for category, figures in curve.by_category.items()}
-        nodes, plain = curve.proposer.tree_nodes, _plain(table)
-        speeds = [
-            (k, speed if k == 0 else 1 / table.at(name, rows).round_seconds(k, nodes))
-            for rows, (k, speed) in enumerate(zip(by_rows, plain, strict=True), 1)
-        ]
-        by_temperature[temperature] = {
-            category: [speed * taus[k] for k, speed in speeds]
-            for category, estimates in lengths.items()
-            if len(taus := _values(estimates, drafted)) == 1 + len(drafted)
+        taus: dict[str | None, float] = {None: tau}
+        taus |= {
+            category: value for category, figures in curve.by_category.items() if (value := _value(figures, length))
         }
+        nodes = curve.proposer.tree_nodes
+        seconds = [table.at(name, rows).round_seconds(length, nodes) for rows in range(1, MOST_ROWS + 1)]
+        by_temperature[temperature] = {category: [value / s for s in seconds] for category, value in taus.items()}
     return Rates(by_temperature)
 
 
-def _values(estimates: Lengths, draft_lengths: Sequence[int]) -> dict[int, float]:
-    """Return the known values of τ by γ; plain decoding writes one token a step."""
-    values = {k: estimates[k].value for k in draft_lengths if k in estimates}
-    return {0: 1.0} | {k: value for k, value in values.items() if value is not None}
+def _value(figures: _Figures, length: int) -> float | None:
+    """Return τ at one γ; None if the report does not know it."""
+    estimate = figures.mean_acceptance_length.get(length)
+    return None if estimate is None else estimate.value

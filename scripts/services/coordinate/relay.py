@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from draftsmith.scripts.services.coordinate.request import ApiError, CompletionRequest
-from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Lease, Refusal
+from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Refusal, Server
 from draftsmith.scripts.services.http_server import LEFT, client_gone
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure
 
@@ -33,10 +33,10 @@ PAIR_HEADER, REQUEST_ID = b"x-draftsmith-pair", "x-request-id"
 
 
 @dataclass
-class LeaseOutcome:
-    """The outcome of a lease."""
+class Outcome:
+    """The outcome of a request at one server."""
 
-    lease: Lease
+    server: Server
     status: int = 0  # HTTP status of the answer; 0 if there was none, or another server was asked
     failed: bool = False  # the server failed
     first_byte: float | None = None  # seconds from the request to the answer's first byte
@@ -77,13 +77,19 @@ class Names:
 
 
 class Dispatch(Protocol):
-    """Chooses servers, and takes outcomes."""
+    """Chooses servers, and counts outcomes."""
 
-    async def acquire(self, facts: Facts, failed_urls: list[str]) -> Lease | Refusal:
-        """Choose a server."""
+    clients: dict[str, HttpClient]
+    server_models: dict[str, str | None]
 
-    def ended(self, outcome: LeaseOutcome) -> None:
-        """Take a lease's outcome at once, without waiting."""
+    def acquire(self, facts: Facts, failed_urls: list[str]) -> Server | Refusal:
+        """Choose a server, which is busy until `release`."""
+
+    def release(self, server: Server) -> None:
+        """Take back a server."""
+
+    def count(self, outcome: Outcome) -> None:
+        """Count an outcome."""
 
 
 @dataclass
@@ -102,13 +108,13 @@ class Relay(Response):
     """The relayed answer to a request; `logged` takes it once it is out."""
 
     def __init__(
-        self, request: CompletionRequest, dispatch: Dispatch, clients: Mapping[str, HttpClient],
-        server_models: Mapping[str, str | None],
+        self,
+        request: CompletionRequest,
+        dispatch: Dispatch,
         logged: Callable[[RelayedAnswer], Awaitable[None]] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
-        self.request, self.dispatch, self.clients, self.server_models = request, dispatch, clients, server_models
-        self.logged, self.answer = logged, RelayedAnswer()
+        self.request, self.dispatch, self.logged, self.answer = request, dispatch, logged, RelayedAnswer()
         self._begin = time.perf_counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,34 +135,35 @@ class Relay(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         failed_urls: list[str] = []
         fallback: Response | None = None  # the answer if no other server gives one
-        suspect: Lease | None = None  # of a server that answered 500
+        suspect: Server | None = None  # of a server that answered 500
         while True:
-            choice = await self.dispatch.acquire(self.request.facts, failed_urls)
+            choice = self.dispatch.acquire(self.request.facts, failed_urls)
             if isinstance(choice, Refusal):
                 if suspect is not None:
-                    self.dispatch.ended(LeaseOutcome(suspect, BROKEN, seconds=time.perf_counter() - self._begin))
+                    self.dispatch.count(Outcome(suspect, BROKEN, seconds=time.perf_counter() - self._begin))
                 fallback = fallback or error_response(refusal(choice, self.request.facts.model))
                 await fallback(scope, receive, send)
                 return
-            outcome = LeaseOutcome(choice, LEFT)
+            outcome = Outcome(choice, LEFT)
             try:
                 failure = await self._ask(choice, outcome, send, suspect)
             finally:
                 outcome.seconds = time.perf_counter() - self._begin
-                self.dispatch.ended(outcome)
+                self.dispatch.release(choice)
+                self.dispatch.count(outcome)
             if failure is None:
                 return
             if suspect is None:
                 fallback, suspect = failure, choice if failure.status_code == BROKEN else None
             failed_urls.append(choice.url)
 
-    async def _ask(self, lease: Lease, outcome: LeaseOutcome, send: Send, suspect: Lease | None) -> Response | None:
+    async def _ask(self, server: Server, outcome: Outcome, send: Send, suspect: Server | None) -> Response | None:
         """Ask one server; return None if it has answered, otherwise the answer to give if no other server does.
 
-        The outcome is written to `outcome`. `suspect` is the lease of a server that answered this request with 500.
+        The outcome is written to `outcome`. `suspect` is a server that answered this request with 500.
         """
-        client, path, begun = self.clients[lease.url], self.request.path, False
-        server_model = self.server_models[lease.pair]
+        client, path, begun = self.dispatch.clients[server.url], self.request.path, False
+        server_model = self.dispatch.server_models[server.pair]
         content, names = self.request.content(server_model), Names(server_model, self.request.facts.model)
         headers = {**self.request.headers, "Content-Type": "application/json"}
         try:
@@ -164,26 +171,26 @@ class Relay(Response):
                 status = response.status_code
                 if status in UNREAD and self.request.added:
                     self.request = replace(self.request, added={})
-                    return await self._ask(lease, outcome, send, suspect)
+                    return await self._ask(server, outcome, send, suspect)
                 if status in LOCKED:
                     outcome.status, outcome.failed = 0, True
-                    return _server_error(502, f"the server of {lease.pair} refused the coordinator")
+                    return _server_error(502, f"the server of {server.pair} refused the coordinator")
                 if status == BROKEN and suspect is None:  # keep the answer, in case no other server does better
                     outcome.status = 0
                     body = names.whole(await client.whole_body(response))
                     answer_500 = Response(body, status)
-                    answer_500.raw_headers = _headers(response, lease.pair, len(body))
+                    answer_500.raw_headers = _headers(response, server.pair, len(body))
                     return answer_500
                 if status in BUSY_OR_GONE:
                     outcome.status, outcome.failed = 0, status != 429
-                    return _server_error(status, f"the server of {lease.pair} is busy or gone")
+                    return _server_error(status, f"the server of {server.pair} is busy or gone")
                 if status != BROKEN and suspect is not None:  # this server can answer: the other one was broken
-                    self.dispatch.ended(LeaseOutcome(suspect, failed=True))
+                    self.dispatch.count(Outcome(suspect, failed=True))
                 if self.request.streams and status == 200:
                     parts = response.aiter_bytes()
                     first = await anext(parts, b"")  # the status goes out with the first byte, not before
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
-                    await _start(send, status, _headers(response, lease.pair))
+                    await _start(send, status, _headers(response, server.pair))
                     await self._pass(send, names.part(first))
                     async for part in parts:
                         await self._pass(send, names.part(part))
@@ -192,20 +199,20 @@ class Relay(Response):
                 else:
                     body = names.whole(await client.whole_body(response))
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
-                    await _start(send, status, _headers(response, lease.pair, len(body)))
+                    await _start(send, status, _headers(response, server.pair, len(body)))
                     await self._pass(send, body, more=False)
                 outcome.status = status
         except ServerFailure:  # its message names the server, which is not the client's business
             outcome.status, outcome.failed = 502 if begun else 0, True
             if not begun:
-                return _server_error(502, f"the server of {lease.pair} failed")
+                return _server_error(502, f"the server of {server.pair} failed")
             # The status is out already: the error becomes a last event, after a blank line that ends a broken one.
-            failure = ApiError(502, f"the server of {lease.pair} failed", "server_error")
+            failure = ApiError(502, f"the server of {server.pair} failed", "server_error")
             event = f"\n\ndata: {json.dumps(failure.body())}\n\n".encode()
             await send({"type": "http.response.body", "body": event, "more_body": False})
             return None
         answer = self.answer
-        answer.pair, answer.status, answer.first_byte = lease.pair, outcome.status, outcome.first_byte
+        answer.pair, answer.status, answer.first_byte = server.pair, outcome.status, outcome.first_byte
         answer.whole, answer.seconds = len(answer.content) <= MOST_BYTES, time.perf_counter() - self._begin
         return None
 

@@ -1,6 +1,6 @@
 """The log: requests with their answers, a JSON line each, training text for the next draft (`prepare --answers given`).
 
-Texts are redacted before they are written. Rotated files are never rewritten.
+Texts are redacted before they are written.
 """
 
 import json
@@ -168,46 +168,31 @@ def record(
 
 
 class LogWriter:
-    """A file of lines that is rotated when it is full; InputError if it is not writable."""
+    """A file of lines, in which texts are redacted; InputError if it is not writable, or a redaction cannot be loaded.
+
+    The file is opened anew for each line, so that it may be moved away meanwhile.
+    """
 
     def __init__(self, log: Log):
-        self.path, self.max_bytes, self.files = Path(log.path), log.max_bytes, log.files
+        self.path, self.token_ids, self._redact = Path(log.path), log.token_ids, redactor(log)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             os.close(self._open())
         except OSError as error:
             raise InputError(f"log.path: expected a file to write, found {log.path}: {error.strerror}") from error
 
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one whole line; only the file's owner can read it."""
+    def write(self, request: Mapping[str, Any], answer: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        """Append one whole line: see `record`. Only the file's owner can read it."""
+        entry = record(request, answer, about, self._redact)
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        if self._cut_off():  # the disk was full
-            line = b"\n" + line
-        if self.path.exists() and self.path.stat().st_size + len(line) > self.max_bytes:
-            self._rotate()
-        with open(self._open(), "ab", buffering=0) as file:
+        with open(self._open(), "r+b", buffering=0) as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line  # the disk was full
             file.write(line)
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-    def _cut_off(self) -> bool:
-        """Return whether the last line is incomplete."""
-        if not self.path.exists() or not self.path.stat().st_size:
-            return False
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-
-    def _rotate(self) -> None:
-        def numbered(number: int) -> Path:
-            return self.path.with_suffix(f".{number}.jsonl")
-
-        numbered(self.files).unlink(missing_ok=True)
-        for number in range(self.files - 1, 0, -1):
-            if numbered(number).exists():
-                numbered(number).rename(numbered(number + 1))
-        self.path.rename(numbered(1))
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def _checked(kind: type[ServerMessage], text: str) -> dict[str, Any]:

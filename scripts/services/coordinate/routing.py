@@ -1,20 +1,12 @@
-"""Routing: the pair and the replica that answer a request, by rules, loads and health. Uses no network and no clock.
-
-One `Router` knows all requests in flight, whichever process relays them, so that loads are right with several
-processes. A request in flight is a lease: its process holds it and returns it at the end. Leases of a silent holder are
-dropped, because that process is dead.
-"""
+"""Routing: the pair and the replica that answer a request, by rules, loads and health. Uses no network and no clock."""
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from uuid import uuid4
 
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
 
-SILENCE = 10.0
-"""Seconds without a report after which a holder counts as dead, and a lease that its report omits as lost."""
 UNKNOWN, FULL, DOWN = "unknown", "full", "down"
 
 
@@ -44,10 +36,9 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """A request that one server must answer."""
+class Server:
+    """A server, as a replica of one pair."""
 
-    id: str
     pair: str
     url: str
 
@@ -87,14 +78,6 @@ class Breaker:
             self.requests = max(min(self.requests, self.limit) - 1, 0)
 
 
-@dataclass
-class _Holder:
-    """A process that relays requests."""
-
-    heard: float
-    leases: dict[str, tuple[Lease, float]] = field(default_factory=dict)  # each with its time
-
-
 class Router:
     """Chooses servers and counts requests in flight. `seed` is for draws among equally loaded replicas."""
 
@@ -102,12 +85,12 @@ class Router:
         self.pairs = {pair.name: pair for pair in config.pairs}
         self.rules, self.rates = config.rules, rates
         self.breakers = {url: Breaker(config.failures) for pair in config.pairs for url in pair.endpoints}
-        self._holders: dict[str, _Holder] = {}
+        self.loads = dict.fromkeys(self.breakers, 0)
+        """Requests in flight at each server."""
         self._random = random.Random(seed)
 
-    def acquire(self, facts: Facts, holder: str, failed_urls: Collection[str], now: float) -> Lease | Refusal:
-        """Choose a server for a request of the process `holder`, and count it as in flight."""
-        self.drop_silent_holders(now)
+    def acquire(self, facts: Facts, failed_urls: Collection[str] = ()) -> Server | Refusal:
+        """Choose a server for a request, and count it as in flight until `release`."""
         candidates = [pair for pair in self.pairs.values() if facts.model in pair.models]
         if not candidates:
             return Refusal(UNKNOWN)
@@ -116,51 +99,19 @@ class Router:
         if name is None:
             full = any(self._full(pair) and self._well(pair, failed_urls) for pair in candidates)
             return Refusal(FULL if full else DOWN)
-        loads = self.loads()
         # The least loaded server, at random among equals. One that fails at once has nothing in flight: failures count.
-        busy = {url: loads[url] + self.breakers[url].requests for url in room[name]}
+        busy = {url: self.loads[url] + self.breakers[url].requests for url in room[name]}
         url = self._random.choice([url for url in busy if busy[url] == min(busy.values())])
-        lease = Lease(uuid4().hex, name, url)
-        process = self._holders.setdefault(holder, _Holder(now))
-        process.heard, process.leases[lease.id] = now, (lease, now)
-        return lease
+        self.loads[url] += 1
+        return Server(name, url)
 
-    def ended(self, holder: str, leases: Iterable[str], now: float) -> None:
-        """Drop a holder's leases that have ended."""
-        process = self._holders.setdefault(holder, _Holder(now))
-        process.heard = now
-        for i in leases:
-            process.leases.pop(i, None)
-
-    def heard(self, holder: str, held: Iterable[Lease], now: float) -> None:
-        """Replace a holder's leases by its report of all that it holds.
-
-        Unknown ones are counted again, because this router may have been restarted. Leases missing from the report are
-        dropped, unless they are so young that the holder may not have received them yet.
-        """
-        process = self._holders.setdefault(holder, _Holder(now))
-        reported = {lease.id: lease for lease in held if lease.url in self.breakers}
-        young = {i: (lease, at) for i, (lease, at) in process.leases.items() if i in reported or now - at < SILENCE}
-        process.heard, process.leases = now, {i: (lease, now) for i, lease in reported.items()} | young
-
-    def drop_silent_holders(self, now: float) -> None:
-        """Drop the leases of silent holders."""
-        dead = [name for name, holder in self._holders.items() if now - holder.heard > SILENCE]
-        for name in dead:
-            del self._holders[name]
-
-    def loads(self) -> dict[str, int]:
-        """Return the number of requests in flight at each server."""
-        loads = dict.fromkeys(self.breakers, 0)
-        for holder in self._holders.values():
-            for lease, _ in holder.leases.values():
-                loads[lease.url] += 1
-        return loads
+    def release(self, server: Server) -> None:
+        """Count a request as no longer in flight."""
+        self.loads[server.url] -= 1
 
     def load(self, name: str) -> int:
         """Return the number of requests in flight at a pair's servers."""
-        loads = self.loads()
-        return sum(loads[url] for url in self.pairs[name].endpoints)
+        return sum(self.loads[url] for url in self.pairs[name].endpoints)
 
     def _wanted(self, facts: Facts, room: Mapping[str, Sequence[str]]) -> Iterator[str]:
         """Yield the pairs with room that the rules name for a request, in order."""
@@ -183,8 +134,7 @@ class Router:
 
     def _rate(self, name: str, facts: Facts, urls: Sequence[str]) -> float:
         """Return a pair's predicted tokens/s for this request, as the next one at its least loaded server."""
-        loads = self.loads()
-        rows = 1 + min(loads[url] for url in urls)
+        rows = 1 + min(self.loads[url] for url in urls)
         return self.rates[name].tokens_per_second(rows, facts.temperature, facts.category)
 
     def _full(self, pair: ServedPair) -> bool:

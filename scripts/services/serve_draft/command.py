@@ -2,14 +2,12 @@
 
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import torch
 from transformers import PreTrainedModel
@@ -128,7 +126,7 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
 def serve(config: ServeDraftConfig) -> int:
     """Load the drafter, listen, and draft until SIGTERM or SIGINT."""
     try:
-        from draftsmith.scripts.services.http_server import bounded_server, open_socket
+        from draftsmith.scripts.services.http_server import bounded_server, ended_by_signals, open_socket
         from draftsmith.scripts.services.serve_draft.app import DraftApp
     except ModuleNotFoundError as error:
         raise InputError(f"serve-draft: expected `pip install -e '.[serve]'`, found no {error.name}") from error
@@ -152,13 +150,7 @@ def serve(config: ServeDraftConfig) -> int:
     app = DraftApp(worker, service, metrics, config.timeout, key).app
     server = bounded_server(app, KEEP_ALIVE, GRACE)
 
-    def end(number: int, frame: FrameType | None) -> None:
-        server.should_exit = True
-
-    # uvicorn ends by these signals, and raises them again after it has ended, which is no failure. Handlers set here
-    # also keep a signal that arrives before uvicorn sets its own.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    ended_by_signals(server)
     worker.start()
     if follower is not None:
         follower.start()

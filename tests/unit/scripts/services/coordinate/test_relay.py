@@ -1,4 +1,4 @@
-"""The coordinator's relay, its watch over servers, and the predictions it routes by."""
+"""The coordinator's relay, and the predictions that it routes by."""
 
 import asyncio
 import copy
@@ -12,13 +12,11 @@ from local_server import answering
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate import relay
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
-from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
+from draftsmith.scripts.services.coordinate.coordinator import Coordinator
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
-from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Names, Relay
+from draftsmith.scripts.services.coordinate.relay import Names, Outcome, Relay
 from draftsmith.scripts.services.coordinate.request import TEXT, CompletionRequest, Keywords, read_request
 from draftsmith.scripts.services.coordinate.routing import Facts, Router
-from draftsmith.scripts.services.coordinate.watch import AWAY, ReplicaWatch, answers
-from draftsmith.train.endpoint.http import HttpClient
 
 KEY = "sk-not-to-be-seen"
 GOOD = b'{"model": "m", "choices": [{"text": "hello"}]}'
@@ -27,7 +25,7 @@ WORDS = b'{"error": {"message": "cannot be done"}}'
 
 def relayed(
     *answers: tuple[bytes, str], times: int = 1, **added: object
-) -> tuple[list[dict], list[LeaseOutcome], list[bool]]:
+) -> tuple[list[dict], list[Outcome], list[bool]]:
     """Relay a request some times to servers of one pair, the first one first.
 
     Returns:
@@ -41,27 +39,23 @@ def relayed(
     async def send(message):
         sent.append(message)
 
+    class InOrder(Coordinator):
+        def acquire(self, facts, failed_urls):
+            return super().acquire(facts, failed_urls or list(self.clients)[1:])
+
+        def count(self, outcome):
+            outcomes.append(outcome)
+            super().count(outcome)
+
     async def pass_on() -> list[bool]:
         async with AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(answering(*answer)) for answer in answers]
-            clients = {url: await stack.enter_async_context(HttpClient(url, "server")) for url in urls}
-            dispatcher = Dispatcher(CoordinatorConfig([ServedPair("pair", ["m"], urls)], failures=3), {})
-
-            class Dispatch:
-                async def acquire(self, facts, tried):
-                    others = [url for url in urls[1:] if url not in tried]
-                    (chosen,) = dispatcher.exchange("i", [], [(facts, tried or others)], None)
-                    return chosen
-
-                def ended(self, outcome):
-                    outcomes.append(outcome)
-                    dispatcher.exchange("i", [outcome], [], None)
-
+            coordinator = InOrder(CoordinatorConfig([ServedPair("pair", ["m"], urls)], failures=3), {})
             for _ in range(times):
                 request = read_request(TEXT, b'{"model": "m", "prompt": "p"}', {}, Keywords([]))
-                request = replace(request, added=added)
-                await Relay(request, Dispatch(), clients, {"pair": None})({"type": "http"}, receive, send)
-            return [dispatcher.router.breakers[url].open for url in urls]
+                await Relay(replace(request, added=added), coordinator)({"type": "http"}, receive, send)
+            assert not any(coordinator.router.loads.values())
+            return [coordinator.router.breakers[url].open for url in urls]
 
     broken = asyncio.run(pass_on())
     return sent, outcomes, broken
@@ -110,60 +104,6 @@ def test_a_500_of_two_servers_is_the_requests_own():
     sent, outcomes, broken = relayed(*[(WORDS, "500 Internal Server Error")] * 2, times=4)
     assert [message["status"] for message in sent[::2]] == [500] * 4
     assert not any(outcome.failed for outcome in outcomes) and broken == [False, False]
-
-
-WHOLE = {"ingress": 2, "dispatcher": 1}
-
-
-def test_what_changes_is_said_once():
-    watch = ReplicaWatch(WHOLE)
-    assert watch.look(WHOLE, 0) == []
-    assert watch.look({"ingress": 1, "dispatcher": 1}, 2) == ["coordinator: 1 of 2 replicas of ingress run"]
-    assert watch.look({"ingress": 1, "dispatcher": 1}, 4) == []
-    assert watch.look(WHOLE, 6) == ["coordinator: 2 of 2 replicas of ingress run"]
-
-
-def test_it_ends_where_a_deployment_stays_away_and_not_before():
-    watch = ReplicaWatch(WHOLE)
-    watch.look({"ingress": 2}, 0)
-    assert watch.lost(AWAY - 1) == []
-    watch.look(WHOLE, AWAY - 1)
-    watch.look({"ingress": 1}, AWAY + 1)  # one ingress is enough to answer
-    assert watch.lost(2 * AWAY) == []
-    assert watch.lost(2 * AWAY + 1) == ["dispatcher"]
-
-
-def test_a_controller_that_does_not_answer_says_nothing_of_the_replicas():
-    watch = ReplicaWatch(WHOLE)
-    assert watch.look(None, 0) == ["coordinator: Ray Serve's controller does not answer"]
-    assert watch.look(None, AWAY) == [] and watch.lost(2 * AWAY) == []
-    assert watch.look(WHOLE, 2 * AWAY) == ["coordinator: Ray Serve's controller answers again"]
-
-
-def test_it_ends_where_neither_the_controller_nor_the_port_answers():
-    watch = ReplicaWatch(WHOLE)
-    watch.look(None, 0, answers=False)
-    assert watch.lost(AWAY - 1) == []
-    watch.look(None, AWAY - 1, answers=True)
-    watch.look(None, AWAY, answers=False)
-    assert watch.lost(2 * AWAY - 1) == []
-    assert watch.lost(2 * AWAY) == ["ingress", "dispatcher"]
-
-
-def test_a_deployment_that_was_away_stays_away_while_the_controller_is_silent():
-    watch = ReplicaWatch(WHOLE)
-    watch.look({"ingress": 2}, 0)
-    watch.look(None, AWAY / 2)
-    assert watch.lost(AWAY) == ["dispatcher"]
-
-
-def test_whether_a_port_answers():
-    async def ask() -> bool:
-        async with answering(b"", "503 Service Unavailable") as url:
-            return await asyncio.to_thread(answers, "127.0.0.1", int(url.rpartition(":")[2]))
-
-    assert asyncio.run(ask())
-    assert not answers("127.0.0.1", 9)
 
 
 def lengths(tau: float) -> dict:
@@ -228,38 +168,14 @@ def test_plain_decoding_costs_a_forward_of_one_token(pair):
     assert plain.tokens_per_second(8, 0.7) == pytest.approx(1 / 0.012)
 
 
-def test_servers_that_draft_by_their_load_are_priced_so(pair, tmp_path):
-    entry = {"path": None, "temperatures": [0], "num_speculative_tokens": 4}
-    entry["num_speculative_tokens_per_batch_size"] = [[1, 3, 4], [4, 8, 0]]
-    path = tmp_path / "draft_lengths.json"
-    path.write_text(json.dumps({"schema": "draftsmith.draft_lengths/1", "target": "t", "drafters": {"draft": entry}}))
-    rates, always = predicted_rates(pair(draft_lengths=str(path))), predicted_rates(pair())
-    plain = predicted_rates(pair(draft_length=0))
-    for rows, like in ((1, always), (3, always), (4, plain), (8, plain), (500, plain)):
-        for where in ((rows, 0.0), (rows, 1.0), (rows, 0.0, "code")):
-            expected = like.tokens_per_second(*(where if like is always else where[:2]))
-            assert rates.tokens_per_second(*where) == pytest.approx(expected)
-    two = json.loads(path.read_text())
-    two["drafters"] = {"other": entry, "third": entry}
-    path.write_text(json.dumps(two))
-    with pytest.raises(InputError, match=r"pairs.drafted.draft_lengths: expected draft in .*, found other, third"):
-        predicted_rates(pair(draft_lengths=str(path)))
-    two["drafters"] = {"whatever": entry | {"num_speculative_tokens_per_batch_size": [[1, 3, 2]]}}  # the only one is it
-    path.write_text(json.dumps(two))
-    with pytest.raises(InputError, match=r"draft_lengths: expected one that the report has, 4, found 2"):
-        predicted_rates(pair(draft_lengths=str(path)))
-    with pytest.raises(InputError, match=r"draft_lengths: expected a report with it and no draft_length"):
-        pair(draft_lengths=str(path), draft_length=4)
-
-
 def test_drafting_is_left_off_where_full_batches_make_it_a_loss(pair):
     drafted, plain = pair(), pair(name="plain", draft_length=0)  # the same machine: their loads are one
     config = CoordinatorConfig([drafted, plain], [RoutingRule(best=["drafted", "plain"])])
     router = Router(config, {each.name: predicted_rates(each) for each in config.pairs})
-    chosen = [router.acquire(Facts("m", temperature=0.0), "h", (), 0.0).pair for _ in range(8)]
+    chosen = [router.acquire(Facts("m", temperature=0.0)).pair for _ in range(8)]
     turn = chosen.index("plain")
     assert 1 < turn < 8 and chosen == ["drafted"] * turn + ["plain"] * (8 - turn)
-    assert router.acquire(Facts("m", "code", 0.0), "h", (), 0.0).pair == "drafted"  # 3.2 ÷ 40 ms against 1 ÷ 12.3 ms
+    assert router.acquire(Facts("m", "code", 0.0)).pair == "drafted"  # 3.2 ÷ 40 ms against 1 ÷ 12.3 ms
 
 
 def without(path: str):
@@ -276,10 +192,15 @@ def without(path: str):
             {},
             "pairs.drafted.report: {path}: schema: expected 'draftsmith.report/1', found 'other'",
         ),
+        (
+            REPORT | {"curves": [curve(None, 0.0)]},
+            {},
+            "pairs.drafted.draft_length: expected one with a τ in the report, none",
+        ),
         (without("costs"), {}, "pairs.drafted.report: expected costs in"),
         (without("curves"), {}, "pairs.drafted.report: {path}: curves: expected a list, found None"),
         (REPORT, {"drafter": "other"}, "pairs.drafted.drafter: expected one of the report's drafters, draft, found"),
-        (REPORT, {"draft_length": 5}, "pairs.drafted.draft_length: expected one that the report has, 4, found 5"),
+        (REPORT, {"draft_length": 5}, "pairs.drafted.draft_length: expected one with a τ in the report, 4, found 5"),
         (
             {**REPORT, "recommendation": {"proposer": None, "draft_length": None}},
             {},

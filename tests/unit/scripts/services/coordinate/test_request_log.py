@@ -298,17 +298,16 @@ def test_a_file_that_cannot_be_written_is_a_line(tmp_path):
             LogWriter(Log(str(path)))
 
 
-def test_a_full_file_is_put_aside_and_the_oldest_removed(tmp_path):
-    writer = LogWriter(Log(str(tmp_path / "in" / "log.jsonl"), max_bytes=1000, files=2))
-    for number in range(40):
-        writer.write({"number": number, "text": "x" * 100})
-    names = sorted(path.name for path in (tmp_path / "in").iterdir())
-    assert names == ["log.1.jsonl", "log.2.jsonl", "log.jsonl"]
-    kept = [
-        json.loads(line)["number"]
-        for name in ("log.2.jsonl", "log.1.jsonl", "log.jsonl")
-        for line in (tmp_path / "in" / name).read_text().splitlines()
-    ]
-    assert kept == list(range(kept[0], 40))
-    assert all((tmp_path / "in" / name).stat().st_size <= 1000 for name in names)
-    assert (tmp_path / "in" / "log.jsonl").stat().st_mode & 0o077 == 0
+def test_lines_are_whole_and_only_the_owner_reads_them(tmp_path):
+    path = tmp_path / "in" / "log.jsonl"
+    writer, answer = LogWriter(Log(str(path), [Redaction("secret", "…")])), {"choices": [{"text": "secret"}]}
+    writer.write({"prompt": "a"}, answer, {"id": "1"})
+    with path.open("a") as file:
+        file.write('{"cut off')  # a full disk
+    writer.write({"prompt": "b"}, answer, {"id": "2"})
+    first, _, last = path.read_text().splitlines()
+    assert [json.loads(line)["response"]["choices"][0]["text"] for line in (first, last)] == ["…", "…"]
+    assert path.stat().st_mode & 0o077 == 0
+    path.rename(tmp_path / "moved.jsonl")
+    writer.write({"prompt": "c"}, answer, {"id": "3"})
+    assert json.loads(path.read_text())["id"] == "3"

@@ -1,33 +1,18 @@
 """The coordinator's choice: rules, loads, health, predicted speeds; and the requests that it is made for."""
 
-import asyncio
 import json
 
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.services.coordinate import ingress, routing
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.coordinate.config import RoutingRule as Rule
 from draftsmith.scripts.services.coordinate.config import ServedPair as Pair
-from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
-from draftsmith.scripts.services.coordinate.ingress import Line
-from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Names
+from draftsmith.scripts.services.coordinate.relay import Names
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, ApiError, Keywords, read_request
-from draftsmith.scripts.services.coordinate.routing import (
-    DOWN,
-    FULL,
-    SILENCE,
-    UNKNOWN,
-    Facts,
-    Lease,
-    Rates,
-    Refusal,
-    Router,
-)
+from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Rates, Refusal, Router
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
-HOLDER = "ingress"
 
 
 def pair(name: str, *endpoints: str, models: tuple[str, ...] = ("m",), **options) -> Pair:
@@ -38,8 +23,8 @@ def router(*pairs: Pair, rules: tuple[Rule, ...] = (), rates: dict[str, Rates] |
     return Router(CoordinatorConfig(list(pairs), list(rules), **options), rates or {}, seed=0)
 
 
-def chosen(of: Router, facts: Facts | str = "m", tried: tuple[str, ...] = (), now: float = 0.0):
-    return of.acquire(Facts(facts) if isinstance(facts, str) else facts, HOLDER, tried, now)
+def chosen(of: Router, facts: Facts | str = "m", tried: tuple[str, ...] = ()):
+    return of.acquire(Facts(facts) if isinstance(facts, str) else facts, tried)
 
 
 def test_the_first_rule_that_fits_wins_and_without_one_the_first_pair():
@@ -68,11 +53,10 @@ def test_a_rule_never_sends_a_model_to_a_pair_that_does_not_serve_it():
 def test_load_moves_requests_to_another_pair_and_back_when_they_end():
     rules = (Rule(pair="a", load_of="a", load_below=2), Rule(pair="b"))
     of = router(pair("a", A), pair("b", B), rules=rules)
-    leases = [chosen(of) for _ in range(3)]
-    assert [lease.pair for lease in leases] == ["a", "a", "b"]
-    of.ended(HOLDER, [leases[0].id], 0.0)
-    of.heard(HOLDER, leases[1:], 0.0)
-    assert of.loads() == {A: 1, B: 1}
+    servers = [chosen(of) for _ in range(3)]
+    assert [server.pair for server in servers] == ["a", "a", "b"]
+    of.release(servers[0])
+    assert of.loads == {A: 1, B: 1}
     assert chosen(of).pair == "a"
 
 
@@ -121,13 +105,13 @@ def test_a_server_that_fails_at_once_is_not_rewarded_for_having_nothing_under_wa
     of = router(pair("a", A, B), failures=3)
     asked = {A: 0, B: 0}
     for turn in range(300):
-        lease = chosen(of)
-        asked[lease.url] += 1
-        if lease.url == A:
-            of.ended(HOLDER, [lease.id], 0.0)
+        server = chosen(of)
+        asked[server.url] += 1
+        if server.url == A:
+            of.release(server)
             of.breakers[A].ended(failed=True)
-        elif sum(of.loads().values()) > 2:
-            of.ended(HOLDER, [lease.id], 0.0)
+        elif sum(of.loads.values()) > 2:
+            of.release(server)
         if turn % 30 == 0:
             of.breakers[A].count_check(well=True)  # it says that it is well
     assert asked[A] <= 3 + 10  # until it is passed over, and one for each look
@@ -146,57 +130,6 @@ def test_after_a_good_look_one_more_failure_is_enough():
     of.ended(failed=False)
     of.ended(failed=True)
     assert not of.open
-
-
-def test_one_call_takes_all_that_has_come_up():
-    calls = []
-
-    async def asked_together() -> None:
-        dispatcher = Dispatcher(CoordinatorConfig([pair("a", A)]), {})
-
-        async def exchange(holder, ended, wanted, held):
-            calls.append((len(ended), len(wanted)))
-            await asyncio.sleep(0)
-            return dispatcher.exchange(holder, ended, wanted, held)
-
-        line = Line(exchange)
-        leases = await asyncio.gather(*(line.acquire(Facts("m"), []) for _ in range(50)))
-        assert sum(dispatcher.router.loads().values()) == 50
-        for lease in leases:
-            line.ended(LeaseOutcome(lease, 200))
-        left = asyncio.create_task(line.acquire(Facts("m"), []))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        left.cancel()  # while it is asked for: what it gets is given back
-        async with asyncio.timeout(10):
-            while sum(dispatcher.router.loads().values()) or line.held:
-                await asyncio.sleep(0)
-
-    asyncio.run(asked_together())
-    assert len(calls) <= 5 and max(calls)[0] >= 50
-
-
-def test_what_has_ended_is_said_again_where_the_dispatcher_starts_anew(monkeypatch):
-    monkeypatch.setattr(ingress, "PATIENCE", 0.1)
-    heard, well = [], False
-
-    async def asked_twice() -> list[Lease | Refusal]:
-        async def exchange(holder, ended, wanted, held):
-            if not well:
-                raise RuntimeError("it is dead")
-            heard.append(([outcome.lease.id for outcome in ended], held))
-            return [Lease("2", "a", A) for _ in wanted]
-
-        nonlocal well
-        line = Line(exchange)
-        line.held["0"] = Lease("0", "a", A)
-        line.ended(LeaseOutcome(Lease("1", "a", A), 200))
-        refused = await line.acquire(Facts("m"), [])
-        well = True
-        return [refused, await line.acquire(Facts("m"), [])]
-
-    assert asyncio.run(asked_twice()) == [Refusal(DOWN), Lease("2", "a", A)]
-    assert heard[0] == (["1"], [Lease("0", "a", A)])
 
 
 def test_a_rule_that_would_backtrack_without_end_answers_at_once():
@@ -224,50 +157,9 @@ def test_speeds_are_of_the_nearest_temperature_and_of_the_category_if_it_was_mea
     assert rates.tokens_per_second(1, 0.7, "code") == 5.0
 
 
-def test_a_younger_router_learns_what_is_under_way():
-    old, young = (router(pair("a", A, B)) for _ in range(2))
-    leases = [chosen(old) for _ in range(3)]
-    young.heard(HOLDER, leases, 0.0)
-    assert young.loads() == old.loads()
-    young.ended(HOLDER, [leases[0].id], 1.0)
-    young.heard(HOLDER, leases[1:], 1.0)
-    assert sum(young.loads().values()) == 2
-
-
-def test_a_lease_that_its_holder_does_not_know_is_dropped_but_not_at_once():
-    of = router(pair("a", A))
-    chosen(of)
-    of.heard(HOLDER, [], 1.0)  # it may be on its way to its holder
-    assert of.loads() == {A: 1}
-    of.heard(HOLDER, [], SILENCE + 1)
-    assert of.loads() == {A: 0}
-
-
-def test_the_leases_of_a_holder_that_is_silent_are_dropped():
-    of = router(pair("a", A, max_concurrency=1))
-    assert chosen(of, now=0.0).pair == "a"
-    assert of.acquire(Facts("m"), "another", (), SILENCE - 1) == Refusal(FULL)
-    assert of.acquire(Facts("m"), "another", (), SILENCE + 1).pair == "a"
-
-
 def asked(body, path=CHAT, headers=None, rules=()):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return read_request(path, content, headers or {}, Keywords(rules))
-
-
-def test_the_end_does_not_wait_for_a_holder_that_is_dead(monkeypatch):
-    monkeypatch.setattr(routing, "SILENCE", 0.2)
-
-    async def drained() -> int:
-        dispatcher = Dispatcher(CoordinatorConfig([pair("a", A)]), {})
-        (lease,) = dispatcher.exchange(HOLDER, [], [(Facts("m"), [])], None)
-        assert isinstance(lease, Lease) and await dispatcher.well()
-        async with asyncio.timeout(10):
-            await dispatcher.drain(60)
-        assert not await dispatcher.well()
-        return sum(dispatcher.router.loads().values())
-
-    assert asyncio.run(drained()) == 0
 
 
 def test_what_routing_knows_of_a_request():
