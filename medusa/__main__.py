@@ -49,7 +49,7 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
         """Scale each copy, unless the target is on several devices."""
         if self.config.target_device != "auto":
             texts = few_texts(self.data)
-            scale_logits(self.heads, self.states_of(texts), texts, self.tokens, self.config.target_sharded)
+            scale_logits(self.heads, self.states_of, texts, self.tokens, self.config.target_sharded)
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""

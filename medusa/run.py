@@ -1,7 +1,7 @@
 """The base of runs that train heads."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,11 +70,11 @@ class HeadsRun(TrainingRun[Config]):
         if self.cached is not None:
             self.cached = self.cached.of_layers(self.heads.layer_ids)
 
-    def states_of(self, texts: Sequence[Text]) -> Callable[[Text], TargetStates]:
-        """Return a function from one of these texts to its states, from the target or from the cache."""
+    @property
+    def states_of(self) -> Callable[[Text], TargetStates]:
+        """A function from a text of the data to its states, from the target or from what replaces it."""
         if self.cached is None:
             return partial(states_from_forward, self.target, self.heads.layer_ids)
-        self.cached.request_features([text.sample for text in texts])
         return partial(states_from_cache, self.target, self.cached)
 
     @abstractmethod

@@ -51,7 +51,7 @@ from draftsmith.train.runs import last_checkpoint, note_on_interrupt
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.teacher.cache_reader import SampleIndex
 from draftsmith.train.teacher.feature_reader import find_features
-from draftsmith.train.teacher.served_window import find_served
+from draftsmith.train.teacher.served_index import find_served
 from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
@@ -131,13 +131,6 @@ class TrainingRun(ABC, Generic[Config]):
 
     def train(self) -> RecipeTrainer:
         """Train or resume, and leave the model in `config.training.output_dir`."""
-        try:
-            return self._train()
-        finally:
-            if self.cached is not None:
-                self.cached.close()
-
-    def _train(self) -> RecipeTrainer:
         config, args = self.config, self.config.training
         self.read_small_files()
         self.data, self.heldout = read_data(config, self.positions)

@@ -114,11 +114,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     """Caches of the target's features (`draftsmith cache --features true`) or, for a draft model, of its distributions,
     that together cover `completions` and `heldout`. With them the target is not loaded: `target` needs only a config
     and a tokenizer."""
-    teacher_window: float = 8.0
-    """Gigabytes that states from servers may take on the disk of each process; they are removed once they are read."""
-    teacher_directory: str | None = None
-    """A fast disk, or memory, for states from servers: `teacher` in `training.output_dir` if not given. Each process
-    has a folder of its own there, so that machines need not share it."""
     save_dtype: str = "auto"
     """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
     start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""
@@ -153,7 +148,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
         for name in ("target_device", "target_quantization"):
             if self.target_sharded and getattr(self, name):
                 raise InputError(f"target_sharded: expected false with {name}, found true")
-        require(self, finite(more_than(0)), "teacher_window")
         if self.teacher and self.teacher_cache:
             raise InputError(f"teacher: expected none with teacher_cache, found {', '.join(self.teacher)}")
         if given := self.states_given:

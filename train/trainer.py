@@ -76,8 +76,6 @@ class RecipeTrainer(SavingTrainer, ABC):
     cut: CutVocabulary | None
     kept: StateCache | None = None
     """The memory of the target's states for later epochs and other trainings; None computes them each time."""
-    known_order = False
-    """Whether the order of rows must be known in advance."""
     needs_host_arrays = False
     """Whether batches also keep their arrays on the host, to plan computations without a device synchronisation."""
 
@@ -199,13 +197,8 @@ class RecipeTrainer(SavingTrainer, ABC):
     def _get_train_sampler(self, train_dataset: Any = None) -> DataSampler[Any] | None:
         """Return our sampler where it is needed: to group by length, the library's would read all rows."""
         grouped = self.args.train_sampling_strategy == "group_by_length"
-        ours = grouped or self.recipe.source_weights or self.known_order
-        return self.epoch_order if ours else super()._get_train_sampler(train_dataset)
-
-    @property
-    def epoch_order(self) -> EpochSampler:
-        """A sampler whose order depends on the seed and the epoch alone."""
-        grouped = self.args.train_sampling_strategy == "group_by_length"
+        if not grouped and not self.recipe.source_weights:
+            return super()._get_train_sampler(train_dataset)
         size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         return EpochSampler(self.data, self.args.seed, size if grouped else None, self.recipe.source_weights)
 

@@ -61,7 +61,7 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
         )
         if start == "look_back":
             texts = few_texts(self.data, TEXTS, TOKENS)
-            begin_looking_back(self.heads, self.target, self.states_of(texts), texts, self.tokens)
+            begin_looking_back(self.heads, self.target, self.states_of, texts, self.tokens)
 
     def finish(self, trainer: Any, output: Path) -> None:
         """Write the card."""

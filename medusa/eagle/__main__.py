@@ -37,7 +37,7 @@ class EagleRun(HeadsRun[EagleTrainingConfig]):
         # With `norm_output` the next step sees the state after the norm: scaling the norm would change that state.
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
             texts = few_texts(self.data)
-            scale_logits(heads, self.states_of(texts), texts, config.num_steps, self.tokens, config.target_sharded)
+            scale_logits(heads, self.states_of, texts, config.num_steps, self.tokens, config.target_sharded)
 
     def finish(self, trainer: EagleTrainer, output: Path) -> None:
         """Write the card."""

@@ -58,7 +58,7 @@ class MtpRun(HeadsRun[MtpTrainingConfig]):
             print_once(f"init: the target's own MTP layers, from {config.target}")
             return
         steps, texts = config.steps_of(len(heads.layers)), few_texts(self.data)
-        step_scale = partial(scale_of_steps, heads, self.states_of(texts), texts, steps, states_of_steps)
+        step_scale = partial(scale_of_steps, heads, self.states_of, texts, steps, states_of_steps)
         factor = step_scale(lambda: head_of(self.target), self.tokens, config.target_sharded)
         heads.scale(factor)
         print_once(f"init: new MTP layers begun as the target's last layer, logits × {factor:g}")

@@ -61,7 +61,7 @@ def trained(written: Path, output: Path, kind: str, servers: list[Served] | None
     options = options | {"target": str(TARGET), "target_dtype": "float32", "heldout": [str(written / "heldout")]}
     options |= {"save_dtype": "float32", "any_target": False, "training": TRAINING}
     if servers is not None:
-        options |= {"teacher": [f"vllm:{server.url}" for server in servers], "teacher_window": 0.01}
+        options |= {"teacher": [f"vllm:{server.url}" for server in servers]}
     return train(config(written, output, **options))
 
 

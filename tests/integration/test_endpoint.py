@@ -197,7 +197,7 @@ def test_an_end_that_is_not_told_is_the_tokenizers(remote_tokenizer):
 def test_ids_that_pad_the_vocabulary_cut_a_completion_and_are_counted(remote, server, remote_tokenizer, capsys):
     padding = len(remote_tokenizer)
     server.answer = lambda path, body, number: vllm(body, [padding] if number == 1 else [65, padding + 1, 66], "length")
-    cfg = remote(endpoint_concurrency=1)
+    cfg = remote()
     summary = prepare(cfg)
     assert summary.padded == COUNT
     first, *others = rows(cfg)
@@ -207,22 +207,10 @@ def test_ids_that_pad_the_vocabulary_cut_a_completion_and_are_counted(remote, se
     assert {row["finish_reason"] for row in rows(cfg)} == {"length"}
     assert prepare(cfg).untrainable == [first["id"]]  # of the kept samples too
     server.answer = lambda path, body, number: vllm(body, [320], "length")
-    assert refusal(remote("other", endpoint_concurrency=1)) == (
+    assert refusal(remote("other")) == (
         f"endpoint: expected ids below 320 for prompt {first['id']!r}, found 320: does the server run another model "
         "than --target?"
     )
-
-
-def test_so_many_requests_are_under_way_at_once(remote, server):
-    together = threading.Barrier(3)
-
-    def answer(path, body, number):
-        together.wait(30)
-        return vllm(body, [65], "length")
-
-    server.answer = answer
-    prepare(remote(endpoint_concurrency=3))
-    assert server.busiest == 3
 
 
 def test_a_resume_asks_for_the_missing_batches_only(remote, server, greedy, remote_tokenizer, in_process, monkeypatch):
@@ -238,7 +226,7 @@ def test_a_resume_asks_for_the_missing_batches_only(remote, server, greedy, remo
     with monkeypatch.context() as patch:
         patch.setattr(completions, "write_shard", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare(remote(endpoint_concurrency=1))
+            prepare(remote())
     kept = {row["id"] for row in rows(remote())}
     assert len(kept) == 6
     server.requests.clear()
@@ -263,7 +251,7 @@ def test_resume_after_sigkill(remote, server, greedy, remote_tokenizer, in_proce
         return answer(path, body, number)
 
     server.answer = stuck_after_five
-    cfg = remote(endpoint_concurrency=1)
+    cfg = remote()
     process = multiprocessing.get_context("fork").Process(target=prepare, args=(cfg,))
     process.start()
     assert reached.wait(120)

@@ -3,25 +3,21 @@
 import json
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pipelines import LAST_BITS, eagle_configured, furthest, history
 from process_jobs import cached
 from processes import forked
 from state_server import StateServer, serving
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.train.models import load_model
 from draftsmith.train.teacher import cache_writer, served
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 from draftsmith.train.teacher.feature_shards import FeatureShards
 from draftsmith.train.teacher.target_ends import ENDS
-from draftsmith.train.teacher.window import READER
 
 TEXTS = ("short", "long", "heldout")
 
@@ -168,35 +164,6 @@ def test_a_cache_of_another_server_s_target_is_not_continued(pipeline, model, tm
         states.says = {"quantization": "fp8"}
         with pytest.raises(InputError, match=r"target_quantization: expected None, found 'fp8'; .* other settings"):
             make_cache(configured(pipeline, tmp_path / "cache", states))
-
-
-def test_training_reads_a_window_that_servers_fill(pipeline, model, whole, tmp_path):
-    training = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 1}
-    options = {"layer_ids": [1, 2], "training": training, "heldout": [str(pipeline / "heldout")]}
-    expected = eagle.train_heads(eagle_configured(pipeline, tmp_path / "whole", teacher_cache=[str(whole)], **options))
-    failed: list[InputError] = []
-
-    def fill() -> None:
-        try:
-            make_cache(configured(pipeline, tmp_path / "window", states, window=4e-4))
-        except InputError as error:
-            failed.append(error)
-
-    with serving(server(pipeline, model)) as (states,):
-        filling = threading.Thread(target=fill, daemon=True)
-        filling.start()
-        while not (tmp_path / "window" / ENDS).exists():
-            assert not failed, failed
-            time.sleep(0.01)
-        found = eagle.train_heads(
-            eagle_configured(pipeline, tmp_path / "found", teacher_cache=[str(tmp_path / "window")], **options)
-        )
-        filling.join(60)
-    assert not failed and not filling.is_alive()
-    assert history(found, "loss") == pytest.approx(history(expected, "loss"), rel=1e-5) and history(found, "loss")
-    weights = [{name: weight.detach() for name, weight in run.model.named_parameters()} for run in (found, expected)]
-    assert furthest(*weights) < LAST_BITS
-    assert not list((tmp_path / "window").glob("*.parquet")) and not (tmp_path / "window" / READER).exists()
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ def _rank(rank: int, count: int, strategy: str, launch: dict[str, str], meeting:
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # loaders start processes as those of a launched rank do
     os.environ |= launch
     if count > 1:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.endpoint import retries
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +109,14 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def remote(described, remote_prompts, server, tmp_path):
+def remote(described, remote_prompts, server, tmp_path, monkeypatch):
+    """The settings of a run that asks for one completion at a time, so that the server's answers are in order."""
+    monkeypatch.setattr(retries, "FIRST_REQUESTS", 1)
+    monkeypatch.setattr(retries, "MOST_REQUESTS", 1)
+
     def make(output: str = "out", **settings) -> PrepareConfig:
         given = {"max_new_tokens": 12, "shard_size": 2, "endpoint": f"{server.root}/v1", "temperature": 0.0}
-        given |= {"target": str(described), "prompts": str(remote_prompts), "endpoint_concurrency": 4} | settings
+        given |= {"target": str(described), "prompts": str(remote_prompts)} | settings
         return PrepareConfig(output=str(tmp_path / output), **given)
 
     return make

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require
+from draftsmith.decode.errors import InputError, at_least, finite, one_of, require
 from draftsmith.decode.options import Sampling
 from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import TargetOptions, TemplateOptions, checked_url
@@ -62,22 +62,11 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     """The target's name on that server; the one model that the server lists by default."""
     endpoint_key_env: str | None = None
     """The environment variable that holds the server's API key."""
-    endpoint_concurrency: int | None = None
-    """Requests sent at once. If not given: 64 at first, one more for each answer up to 1,024, and half as many whenever
-    the server is busy or too slow."""
-    endpoint_timeout: float = 600.0
-    """Seconds to wait for one answer, from the request to its last byte."""
-    endpoint_deadline: float = 3600.0
-    """Seconds for one completion, including all tries and the waits between them."""
-    endpoint_retries: int = 8
-    """Tries after the first, at growing intervals, if the server is busy, failing or unreachable."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, at_least(1), "limit", "max_new_tokens", "samples", "batch_size", "shard_size")
-        require(self, at_least(1), "endpoint_concurrency")
-        require(self, at_least(0), "seed", "endpoint_retries")
-        require(self, finite(more_than(0)), "endpoint_timeout", "endpoint_deadline")
+        require(self, at_least(0), "seed")
         require(self, one_of(ANSWERS), "answers")
         self.temperatures = numbers(self.temperatures, float, "temperatures")
         require(self, finite(at_least(0)), "temperatures")

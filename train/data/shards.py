@@ -44,7 +44,6 @@ UNNAMED: dict[str, Any] = {
     "chat_template_kwargs": {},
     "target_quantization": None,
     "temperatures": [],
-    "window": False,
     "turns": "first",
 }
 """Settings that older manifests lack, with the values that they had."""

@@ -14,6 +14,7 @@ from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 T = TypeVar("T")
 FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds Retry-After
+TIMEOUT, TRIES = 600.0, 9  # the seconds of an answer, and the requests for it
 FIRST_REQUESTS, MOST_REQUESTS = 64, 1024
 
 logger = logging.getLogger(__name__)
@@ -23,12 +24,12 @@ class RetryingClient(Client):
     """A client of the server of `prepare`, which sends requests for whole answers again."""
 
     def __init__(self, config: PrepareConfig):
-        self.config, self.window = config, Window(config.endpoint_concurrency)
+        self.config, self.window = config, Window()
         self.full_url = (config.endpoint or "").rstrip("/")
         # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
         self.native = self.full_url.endswith(NATIVE)
         root = self.full_url.removesuffix(NATIVE if self.native else "/completions")
-        HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
+        HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, TIMEOUT, "endpoint_key_env")
 
     async def fetch(
         self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None
@@ -36,14 +37,12 @@ class RetryingClient(Client):
         """Return the JSON answer as an instance of `kind`, from the first request that succeeds.
 
         Broken JSON is requested again, but JSON that does not fit `kind` is an error. The InputError says whether the
-        server refused, every try failed, or the deadline has passed.
+        server refused, or every try failed.
         """
         path = path if self.native else path.removeprefix("/v1")  # the URL has it, or another root
-        tries, end = self.config.endpoint_retries + 1, time.monotonic() + self.config.endpoint_deadline
-        for attempt in range(1, tries + 1):
-            seconds = min(self.config.endpoint_timeout, max(end - time.monotonic(), 0.0))
+        for attempt in range(1, TRIES + 1):
             try:
-                answer = await super().fetch(kind, path, body, what, seconds)
+                answer = await super().fetch(kind, path, body, what, timeout)
             except ServerFailure as error:
                 failure = error
             else:
@@ -53,18 +52,13 @@ class RetryingClient(Client):
                 raise InputError(str(failure)) from failure
             if failure.busy:
                 self.window.shrink()
-            backoff = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_BACKOFF) * random.uniform(0.5, 1)
-            wait = min(max(backoff, failure.retry_after), LONGEST_WAIT)
-            late = time.monotonic() + wait > end
-            if late or attempt == tries:
-                break
-            logger.warning("%s; next try in %.0f s", failure, wait)
-            await asyncio.sleep(wait)
-        raise InputError(
-            f"{failure} in the last of {attempt} tries"
-            + (f" within endpoint_deadline ({self.config.endpoint_deadline:g} s)" if late else "")
-            + "; finished shards are kept, run the same command again"
-        )
+            if attempt < TRIES:
+                backoff = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_BACKOFF) * random.uniform(0.5, 1)
+                wait = min(max(backoff, failure.retry_after), LONGEST_WAIT)
+                logger.warning("%s; next try in %.0f s", failure, wait)
+                await asyncio.sleep(wait)
+        again = "finished shards are kept, run the same command again"
+        raise InputError(f"{failure} in the last of {TRIES} tries; {again}")
 
 
 class Window:
@@ -75,7 +69,7 @@ class Window:
     wait longer.
     """
 
-    def __init__(self, fixed: int | None):
+    def __init__(self, fixed: int | None = None):
         self.size, self._fixed, self._taken = fixed or FIRST_REQUESTS, fixed is not None, 0
         self._answered = True  # since the last shrink: requests refused together count once
         self._freed = asyncio.Event()

@@ -42,9 +42,6 @@ class CacheConfig(ModelOptions, TargetOptions, TeacherOptions):
     feature_dtype: str | None = None
     """The stored dtype of features, bfloat16 or float32; bfloat16 if not given, or float32 where servers compute in
     another dtype."""
-    window: float | None = None
-    """Gigabytes that features may take on disk. They are written while a training run reads them, and removed after
-    that; None writes and keeps all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,9 +53,6 @@ class CacheConfig(ModelOptions, TargetOptions, TeacherOptions):
         require(self, one_of(FEATURE_DTYPES), "feature_dtype")
         if self.layer_ids is not None and not self.features:
             raise InputError(f"layer_ids: expected none without features, found {self.layer_ids}")
-        require(self, finite(more_than(0)), "window")
-        if self.window is not None and not self.features:
-            raise InputError(f"window: expected none without features, found {self.window:g}")
         if self.teacher and not self.features:
             states = "servers give states and no distributions"
             raise InputError(f"teacher: expected none without features, as {states}, found {', '.join(self.teacher)}")

@@ -38,7 +38,7 @@ class CacheManifest(BaseManifest):
     completions: list[CompletionsRef]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleIndex:
     """The shard and row of samples in caches, by text: samples with equal tokens and loss masks share an entry.
 
@@ -62,12 +62,16 @@ class SampleIndex:
         """Let the batches of a `RecipeTrainer` hold what is cached of them."""
         trainer.data_collator = CachedCollator(trainer.data_collator, self)
 
-    def close(self) -> None:
-        """End what gives the samples; nothing more is read."""
-
     @abstractmethod
     def columns(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return what is cached of rows of `TrainingData`, collated to `shape`, (B, T), with floats as integers."""
+
+
+class LoadingError(InputError):
+    """An InputError in a loading process, which torch makes again in the training process from its traceback."""
+
+    def __init__(self, text: str):
+        super().__init__(text.strip().rpartition("\n")[2].removeprefix(f"{__name__}.LoadingError: "))
 
 
 class CachedCollator:
@@ -82,13 +86,16 @@ class CachedCollator:
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate rows of `TrainingData`."""
         batch = self.collator(samples)
-        columns = self.index.columns(samples, batch["input_ids"].shape)
+        try:
+            columns = self.index.columns(samples, batch["input_ids"].shape)
+        except InputError as error:
+            raise LoadingError(str(error)) from error
         # The last entry: the Trainer takes the first tensor's length as the number of rows.
         batch["teacher"] = {name: torch.from_numpy(column) for name, column in columns.items()}
         return batch
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistributionIndex(SampleIndex):
     """The shard and row of samples' distributions."""
 
@@ -180,25 +187,18 @@ def read_manifests(
     return manifests
 
 
-def window_of(manifest: Mapping[str, Any]) -> float | None:
-    """Return the gigabytes of a cache's window; None for a whole cache."""
-    window: float | None = manifest.get("window")
-    return window
-
-
 @phase("finding what is cached")
 def locate(
     manifests: Mapping[str, dict[str, Any]], config: RecipeConfig, columns: pa.Schema
 ) -> tuple[np.ndarray, list[Path], np.ndarray]:
-    """Return the fields of a `SampleIndex` of all samples of a training run, except those that only a window has.
+    """Return the fields of a `SampleIndex` of all samples of a training run.
 
-    `columns` is the schema of the caches' shards. Raise InputError if completions or samples are in no cache, held-out
-    ones are only in a window, or a shard is damaged.
+    `columns` is the schema of the caches' shards. Raise InputError if completions or samples are in no cache, or a
+    shard is damaged.
     """
     owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    windows = {path for path, manifest in manifests.items() if window_of(manifest) is not None}
-    for path in sorted(manifests, key=lambda path: path in windows):  # whole caches first
-        for number, part in enumerate(manifests[path]["completions"]):
+    for path, manifest in manifests.items():
+        for number, part in enumerate(manifest["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
     hashes, places, files = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)], list[Path]()
     for path in (*config.completions, *config.heldout_directories):
@@ -206,8 +206,6 @@ def locate(
         if owner is None:
             text = f"teacher_cache: expected a cache of the completions {path} as they are"
             raise InputError(f"{text}, found none among {', '.join(manifests)}; run draftsmith cache")
-        if window_of(manifests[str(owner[0])]) is not None:
-            continue
         texts = Texts({path: map_completions(path, Path(str(config.training.output_dir)))})
         shards, rows = _places(texts, *owner, columns)
         hashes.append(texts.column("text"))

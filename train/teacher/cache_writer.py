@@ -6,7 +6,6 @@ first missing one.
 """
 
 import hashlib
-import json
 import logging
 import shutil
 import threading
@@ -27,9 +26,9 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase, track
 from draftsmith.train import files
-from draftsmith.train.data.mapped import Texts, checksum, map_completions
+from draftsmith.train.data.mapped import checksum
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
-from draftsmith.train.files import remove, write_atomically
+from draftsmith.train.files import remove
 from draftsmith.train.job.processes import Processes, join_launched
 from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
@@ -37,10 +36,9 @@ from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards, LiveTeacher
 from draftsmith.train.teacher.served import AT_ONCE, ServedModel, ServedTarget, urls_of
-from draftsmith.train.teacher.served_check import LENGTHS, ask_servers, compare_states, require_length, require_served
+from draftsmith.train.teacher.served_check import ask_servers, compare_states, require_length, require_served
 from draftsmith.train.teacher.sources import Source, batches_of, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, read_ends, save_ends
-from draftsmith.train.teacher.window_writer import WindowWriter
 
 TRIAL = ".trial.partial"
 """The file of a trial batch, which is timed to estimate the run."""
@@ -111,9 +109,6 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     if served is not None and isinstance(shards, FeatureShards):
         require_served(served, urls_of(config.teacher)[0], model_config, shards.layout.layer_ids)
     output, manifest = Path(config.output), _manifest(config, shards, vocab_size, served)
-    if config.window is not None:
-        assert isinstance(shards, FeatureShards)
-        return _serve(config, shards, manifest, served, processes)
     files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
     mine = track(processes.share(files), "reading", "shards")
     sources = [_source(number, file, shards, size) for number, file in mine]
@@ -174,54 +169,13 @@ def _teacher(
     with phase(f"reading the ends of {config.target}"):
         ends = read_ends(config.target, config.dtype, trust_remote_code=code)
     processes.after_the_first(lambda: compare_states(urls, key_env, config.target, ends, texts(), code))
-    with ServedTarget(urls, last_norm(ends), key_env, expected=served) as teacher:
+    with ServedTarget(urls, last_norm(ends), key_env, served=served) as teacher:
         yield teacher, ends
 
 
 def _first_texts(sources: Sequence[Source]) -> list[list[int]]:
     """Return the tokens of the first texts of a process."""
     return [ids for _, ids, _ in texts_of(sources[0].completions)]
-
-
-def _serve(
-    config: CacheConfig,
-    shards: FeatureShards,
-    manifest: dict[str, Any],
-    served: ServedModel | None,
-    processes: Processes,
-) -> CacheSummary:
-    """Write features while a training run reads them, and return the counts over all processes."""
-    assert config.window is not None
-    output, window = Path(config.output), int(config.window * 1e9)
-    texts = Texts({path: map_completions(path, output) for path in config.completions})
-    writer = WindowWriter(output, shards, texts, window, processes, 1 if served is None else AT_ONCE)
-    with output_directory(
-        output, lambda: f"{writer.samples} samples, and those that were read are gone", processes.first
-    ):
-        free = shutil.disk_usage(output).free + sum(file.stat().st_size for file in output.glob("*.parquet"))
-        if free < window:
-            needed = _megabytes(window)
-            raise InputError(f"window: expected {needed} of free space for {output}, found {_megabytes(free)}")
-        processes.after_the_first(lambda: _settle_window(output, manifest | {"window": config.window}))
-        processes.require_shared(output / MANIFEST)
-        some = zip(range(len(texts)), LENGTHS, strict=False)
-        with _teacher(
-            config, served, processes, lambda: [texts.read(at, length)[0].tolist() for at, length in some]
-        ) as (teacher, model):
-            if processes.first and not (output / ENDS).is_file():
-                save_ends(model, output / ENDS)
-            start = time.perf_counter()
-            writer.serve(teacher)
-        part = CacheSummary(output, shards.title, samples=writer.samples, written=writer.samples, size=writer.size)
-        part.positions, part.positions_written = writer.positions, writer.positions
-        part.seconds = time.perf_counter() - start
-        return CacheSummary.over(processes.gathered(part))
-
-
-def _settle_window(output: Path, manifest: dict[str, Any]) -> None:
-    """Settle a manifest, whose window may change between runs."""
-    settle_manifest(output, manifest)
-    write_atomically(output / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _load(config: CacheConfig) -> PreTrainedModel:

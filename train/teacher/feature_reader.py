@@ -3,10 +3,10 @@
 Shape suffixes: B rows, T tokens of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Amount, Count
+from draftsmith.decode.validation import Count
 from draftsmith.train.data.shards import schema_of
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import (
@@ -27,11 +27,9 @@ from draftsmith.train.teacher.cache_reader import (
     read_cached,
     read_manifests,
     texts_of_row,
-    window_of,
 )
 from draftsmith.train.teacher.feature_shards import SCHEMA, Layout
 from draftsmith.train.teacher.target_ends import ENDS, load_ends
-from draftsmith.train.teacher.window import WindowReader
 
 BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16), torch.float32: np.dtype(np.int32)}
 """Integers of a dtype's size, which a `CachedCollator` needs."""
@@ -39,18 +37,16 @@ EXPONENTS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
 """The exponent bits, all set in NaN and infinity."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class FeatureIndex(SampleIndex):
     """The shard and row of samples' features, and the cached ends of their target.
 
     `layer_ids` are the layers to look up, of those in the cache: if empty, only the last hidden states are read.
-    `window` has the samples that no whole cache has.
     """
 
     layout: Layout
     ends: Path
     layer_ids: tuple[int, ...] = ()
-    window: WindowReader | None = None
 
     @property
     def widths(self) -> dict[str, int]:
@@ -58,31 +54,9 @@ class FeatureIndex(SampleIndex):
         size = self.layout.hidden_size
         return {"features": len(self.layer_ids) * size, "hidden": size}
 
-    def find(self, text: int) -> tuple[Path, int]:
-        """Return the shard and row of a sample; if it is in a window, wait until it is written."""
-        if self.window is not None:
-            at = int(np.searchsorted(self.texts, np.uint64(text)))
-            if at == len(self.texts) or self.texts[at] != np.uint64(text):
-                return self.window.find(text)
-        return super().find(text)
-
-    def request_features(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Announce to the window that the states of rows of `TrainingData` are read before training begins."""
-        if self.window is not None:
-            texts = [(text, end - start) for sample in samples for text, start, end in texts_of_row(sample)]
-            self.window.request_features(*map(list, zip(*texts, strict=True)))
-
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
         """Load the ends of the target into the host's memory (`load_ends`)."""
         return load_ends(self.ends, config.target, trust_remote_code=config.trust_remote_code)
-
-    def feed(self, trainer: Any) -> None:
-        """Let the batches of a `RecipeTrainer` hold their states, and a window follow its steps."""
-        super().feed(trainer)
-        if self.window is not None:
-            # The process that fills a window must know in which order training reads.
-            trainer.known_order = True
-            self.window.follow(trainer, self.texts)
 
     def states_of(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the states of one row of `TrainingData`, (1, T, …), like `cached_states` for a batch."""
@@ -95,12 +69,17 @@ class FeatureIndex(SampleIndex):
         They are zeros at a text's last token and at padding. `cached_states` reads them as floats.
         """
         states = {name: np.zeros((*shape, width), BITS[self.layout.dtype]) for name, width in self.widths.items()}
-        for row, sample in enumerate(samples):
-            for text, start, end in texts_of_row(sample):
-                for name, values in self._states(text, end - start - 1).items():
-                    count = min(len(values), end - start)  # a text may have been cut after the cache was written
-                    states[name][row, start : start + count] = values[:count]
+        parts = [(row, *part) for row, sample in enumerate(samples) for part in texts_of_row(sample)]
+        texts = [(text, samples[row]["input_ids"][start:end]) for row, text, start, end in parts]
+        for (row, _, start, end), columns in zip(parts, self.read(texts), strict=True):
+            for name, values in columns.items():
+                count = min(len(values), end - start)  # a text may have been cut after the cache was written
+                states[name][row, start : start + count] = values[:count]
         return states
+
+    def read(self, texts: Sequence[tuple[int, list[int]]]) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the states of texts, given by their hashes and tokens: (T − 1, …) at least for T tokens."""
+        return (self._states(text, len(ids) - 1) for text, ids in texts)
 
     def _states(self, text: int, count: int) -> dict[str, np.ndarray]:
         """Return the states of a text, of `count` tokens at least."""
@@ -146,10 +125,9 @@ class FeatureSettings(TypedDict):
 
 
 class FeatureManifest(CacheManifest):
-    """The manifest of a cache of features; `window` is the limit in gigabytes of a cache that is never whole."""
+    """The manifest of a cache of features."""
 
     settings: FeatureSettings
-    window: NotRequired[Amount]
 
 
 def holds_features(cache: str) -> bool:
@@ -176,14 +154,7 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
                 f"{one.feature_dtype} in {caches[0]}, and {list(other.layer_ids)} in {other.feature_dtype} in {path}"
             )
     layout = layouts[caches[0]]
-    index = FeatureIndex(*locate(manifests, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
-    windows = {path: window for path, manifest in manifests.items() if (window := window_of(manifest)) is not None}
-    if not windows:
-        return index
-    if len(windows) > 1:
-        raise InputError(f"teacher_cache: expected one cache with a window at most, found {', '.join(windows)}")
-    ((path, gigabytes),) = windows.items()
-    return replace(index, window=WindowReader(Path(path), layout, int(gigabytes * 1e9)))
+    return FeatureIndex(*locate(manifests, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
 
 
 def cached_states(columns: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -122,8 +122,7 @@ class FeatureShards:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that determine all numbers, in addition to the target and the texts."""
-        window = self.config.window is not None
-        return asdict(self.layout) | {"layer_ids": list(self.layout.layer_ids), "window": window}
+        return asdict(self.layout) | {"layer_ids": list(self.layout.layer_ids)}
 
     @property
     def position_bytes(self) -> int:
@@ -145,7 +144,7 @@ class FeatureShards:
         self, path: Path, source: Source, texts: list[Text], teacher: Teacher, done: Callable[[int], Any]
     ) -> None:
         """Compute or ask for the states of a source and write its shard; `done` gets each batch's number of samples."""
-        with shard_writer(path, self.columns, self.config.window is None) as writer, ThreadPoolExecutor(1) as disk:
+        with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
             writing: Future[None] | None = None  # writes a batch while the next is computed: two are in memory
             for rows, states in teacher.states(self.layout, [ids for _, ids, _ in texts]):
                 if writing is not None:
@@ -197,18 +196,14 @@ def states_of(model: PreTrainedModel, layout: Layout, texts: Sequence[list[int]]
 
 
 @contextmanager
-def shard_writer(path: Path, columns: pa.Schema, lasts: bool = True) -> Iterator[pq.ParquetWriter]:
-    """Yield a writer whose tables become row groups of a shard; the shard appears when the block ends.
-
-    One that `lasts` is on the disk by then, with checksums, which take as long as the rest of the writing.
-    """
-    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": lasts}
+def shard_writer(path: Path, columns: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """Yield a writer whose tables become row groups of a shard; the shard is on the disk when the block ends."""
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     with atomic_path(path) as aside, aside.open("wb") as file:
         with pq.ParquetWriter(file, columns, **options) as writer:
             yield writer
         file.flush()
-        if lasts:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
 
 
 def _row(columns: pa.Schema, sample: tuple[str, int], states: dict[str, Tensor]) -> pa.Table:

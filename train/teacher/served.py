@@ -22,6 +22,7 @@ import torch
 from pydantic import Field
 from safetensors.torch import load
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Count, ServerMessage
@@ -39,7 +40,7 @@ REQUESTS, TOKENS = 64, 2**16
 AHEAD = 2**30
 """The most bytes of states, for each server, that are asked for before those of earlier texts are written."""
 AT_ONCE = 3
-"""The shards that are written at a time: while one ends, the servers have the next ones' requests."""
+"""The shards of a cache that are written at a time: while one ends, the servers have the next ones' requests."""
 RESTART = 5.0
 """The seconds that a server takes at least to start: one that has answered within them has not been started again."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -110,7 +111,7 @@ class Server:
     resting: float = 0.0
     failures: int = 0
     failed: float = 0.0
-    answered: float = 0.0
+    answered: float = float("-inf")
 
     def has_room(self, tokens: int) -> bool:
         """Return whether a text of this many tokens may be asked for now."""
@@ -127,7 +128,8 @@ class ServedTarget:
         key_env: the environment variable of the servers' API key.
         timeout: the seconds of one answer.
         deadline: the seconds without an answer from any server after which the run ends.
-        expected: what the servers must say of their target; any target if None.
+        served: what the servers must say of their target when they are asked for states. If None, they are asked what
+            it is now, and all must answer.
     """
 
     urls: Sequence[str]
@@ -135,8 +137,9 @@ class ServedTarget:
     key_env: str | None = None
     timeout: float = 600.0
     deadline: float = 1800.0
-    expected: ServedModel | None = None
     served: ServedModel | None = None
+    _parent: int = field(default_factory=lambda: os.getppid() if get_worker_info() else 0)
+    """The process that loads with this one; 0 if this one loads for itself."""
     _error: InputError | None = None
     _answered: float = 0.0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -145,10 +148,11 @@ class ServedTarget:
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __enter__(self) -> "ServedTarget":
-        """Start the thread of the requests, and ask the servers what they serve."""
+        """Start the thread of the requests, and ask the servers what they serve, unless that is known."""
         threading.Thread(target=self._run, name="teacher", daemon=True).start()
         try:
-            self.served = self._wait(self._begin())
+            self._wait(self._open())
+            self.served = self.served or self._wait(self._ask_all())
         except BaseException:
             self.__exit__()
             raise
@@ -179,11 +183,13 @@ class ServedTarget:
     def _wait(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _begin(self) -> ServedModel:
-        self._servers = [
-            Server(await self._stack.enter_async_context(Client(url, "teacher", self.key_env, self.timeout)))
-            for url in self.urls
-        ]
+    async def _open(self) -> None:
+        for url in self.urls:
+            client = Client(url, "teacher", self.key_env, self.timeout)
+            self._servers.append(Server(await self._stack.enter_async_context(client)))
+
+    async def _ask_all(self) -> ServedModel:
+        """Return what all servers serve; `max_model_len` is their least."""
         try:
             found = await asyncio.gather(*(self._what(server.client) for server in self._servers))
             for server in self._servers:
@@ -191,7 +197,7 @@ class ServedTarget:
         except (ServerFailure, InputError) as error:
             raise InputError(f"{error}; docs/teachers.md says how to start it") from error
         for url, other in zip(self.urls, found, strict=True):
-            _require_same(self.expected or found[0], other, self.urls[0], url)
+            _require_same(found[0], other, self.urls[0], url)
         return found[0].model_copy(update={"max_model_len": min(each.max_model_len for each in found)})
 
     async def _what(self, client: Client) -> ServedModel:
@@ -284,6 +290,8 @@ class ServedTarget:
             while True:
                 if self._error is not None:
                     raise self._error
+                if self._parent and os.getppid() != self._parent:
+                    raise ServerFailure("teacher: expected the process that trains, found that it was killed")
                 now = time.monotonic()
                 free = [server for server in self._servers if server.has_room(tokens) and server.resting <= now]
                 if now - self._answered > self.deadline and all(server.failures for server in free):
