@@ -5,10 +5,9 @@ until the longest text ends (Yu et al. 2022, "Orca", section 3.1, iteration-leve
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
@@ -18,7 +17,6 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
 from draftsmith.decode.rows import TextBatch, TextRow
 from draftsmith.decode.rules.verification import next_tokens
-from draftsmith.decode.sampling import uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 Observer = Callable[[TextRow, int], None]  # called with a row and the token that was just written to it
@@ -33,8 +31,7 @@ def autoregressive_generate(
 ) -> DecodeOutput:
     """Decode one token per forward; arguments and result are those of `speculative_generate`.
 
-    Further arguments are `rows`, the number of prompts decoded at a time (all if None); `begun`, for each prompt the
-    tokens that an earlier call with the same arguments had written when it was stopped; and `observer`, an `Observer`.
+    Further arguments are `rows`, the number of prompts decoded at a time (all if None), and `observer`, an `Observer`.
     """
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
     return run_decoder(target, autoregressive_decode, arguments | {"seed": seed})
@@ -49,28 +46,15 @@ def autoregressive_decode(
     compiled: bool = False,
     seed: int | None = None,
     rows: int | None = None,
-    begun: Sequence[Sequence[int]] | None = None,
     observer: Observer | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
     """Decode as the callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_rollback(model, "target")
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
-    for row, tokens in zip(queue, begun or [], strict=False):
-        _resume(row, tokens)
     if unfinished := [row for row in queue if not row.done]:
         _write(model, unfinished, rows or len(unfinished), compiled, observer)
     return collect_output(queue, input_ids, generation_config)
-
-
-def _resume(row: TextRow, tokens: Sequence[int]) -> None:
-    """Continue after the tokens of an earlier call, which took one random number each."""
-    row.text[row.length : row.length + len(tokens)] = row.text.new_tensor(tokens)
-    row.advance(tokens)
-    row.rounds += [TOKEN] * len(tokens)
-    if row.sampler.do_sample:
-        for _ in tokens:  # the generator continues where the earlier call left it
-            uniforms([row.generator], [1], torch.float64, row.text.device)
 
 
 def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bool, observer: Observer | None) -> None:

@@ -17,13 +17,12 @@ from prepare_inputs import contents, flags, save_target, write_prompts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import reporting
 from draftsmith.scripts.prepare import main
 from draftsmith.train import files
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data import decoding, shards
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.examples import training_examples
@@ -245,55 +244,6 @@ def test_progress_is_told_in_tokens_with_the_texts_that_have_ended(config, capsy
     assert tokens == (*range(1, summary.tokens + 1),)  # each is told
     assert most[0] == 60 and list(most) == sorted(most, reverse=True)  # less where texts end early
     assert (tokens[-1], most[-1], texts[-1]) == (summary.tokens, summary.tokens, 5)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_terminated_run_keeps_the_tokens_of_its_shard_and_goes_on_behind_them(
-    share, temperature, config, monkeypatch, capsys
-):
-    """Whole shards, whole texts and begun ones: nothing is written twice, and the bytes are an uninterrupted run's."""
-    settings = {"shard_size": 6, "temperature": temperature}
-    undisturbed, cfg = config("undisturbed", **settings), config("terminated", **settings)
-    feed, fed, ends = CachedModel.feed, [], []
-
-    def counted(self, *args):
-        fed.append(1)
-        if len(fed) in ends:
-            signal.raise_signal(signal.SIGTERM)
-        return feed(self, *args)
-
-    monkeypatch.setattr(CachedModel, "feed", counted)
-    prepare(undisturbed)
-    ends.append(len(fed) + max(3, int(share * len(fed))))
-    assert run(lambda: prepare(cfg) and 0) == 143
-    line = capsys.readouterr().err.splitlines()[-1]
-    kept = re.fullmatch(
-        rf"terminated: (0|6) of {COUNT} completions, and (\d+) tokens of the next are kept in {cfg.output}; "
-        "run the same command again", line,
-    )  # fmt: skip
-    assert kept is not None, line
-    before = sum(sum(row["loss_mask"]) for row in rows(cfg)) if kept[1] == "6" else 0
-    observed = []
-    complete = completions.complete
-
-    def heard(*args, observer, **kwargs):
-        return complete(*args, observer=lambda *new: observed.extend(new[1]) or observer(*new), **kwargs)
-
-    monkeypatch.setattr(completions, "complete", heard)
-    summary = prepare(cfg)
-    assert before + int(kept[2]) + len(observed) == summary.tokens
-    assert contents(Path(cfg.output)) == contents(Path(undisturbed.output))
-
-
-def test_what_was_kept_of_a_shard_is_left_alone_where_it_is_damaged(config, whole):
-    cfg = config()
-    prepare(cfg)
-    shard, begun = (Path(cfg.output) / name for name in ("shard-00000.parquet", "begun-00000.parquet"))
-    begun.write_bytes(shard.read_bytes()[:-9] + b"PAR1")
-    shard.unlink()
-    prepare(cfg)
-    assert contents(Path(cfg.output)) == whole
 
 
 def test_rows_that_are_refilled_write_what_each_row_writes_alone(config):

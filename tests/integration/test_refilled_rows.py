@@ -82,18 +82,6 @@ def test_a_row_is_refilled_at_once_and_no_text_is_decoded_twice(monkeypatch):
     assert prefilled == [(3, 13), (3, 8), (3, 2)]
 
 
-@in_each_way
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_texts_that_were_begun_go_on_as_they_would_have(share, settings):
-    model, prompts = tiny_llama(0, scale=20.0), prompts_of(97)
-    options = {"max_new_tokens": NEW, "eos_token_id": list(range(40, 60)), "seed": 5, "rows": 2, **settings}
-    texts, heard = written(model, prompts, **options), []
-    begun = [text[: round(share * len(text))] for text in texts]
-    options |= {"begun": begun, "observer": lambda row, token: heard.append(token)}
-    assert written(model, prompts, **options) == texts
-    assert len(heard) == sum(map(len, texts)) - sum(map(len, begun))  # no token is written twice
-
-
 def test_an_observer_hears_of_each_token():
     model, prompts = tiny_llama(0, scale=20.0), prompts_of(97)
     options = {"max_new_tokens": NEW, "eos_token_id": list(range(40, 60)), "do_sample": False}

@@ -24,7 +24,6 @@ def complete(
     rows: int | None = None,
     device: torch.device | None = None,
     synced: bool = False,
-    begun: Sequence[list[int]] | None = None,
     observer: Callable[[int, list[int], bool], None] | None = None,
 ) -> list[Completion]:
     """Complete prompts together; the tokens depend on the arguments only.
@@ -33,9 +32,8 @@ def complete(
     at a time if the rotary frequencies follow the longest text and this text is too long for our decoder.
 
     The model is in eval mode; `generation.eos_token_id` is a list or None. `rows` prompts are decoded at a time, all if
-    None. `synced` continues with empty forwards until every process is done, for a model sharded over them. `begun`
-    holds the tokens that an interrupted call with the same arguments had written after each prompt. `observer` is
-    called with a prompt's index, new tokens after it, and whether its text has ended.
+    None. `synced` continues with empty forwards until every process is done, for a model sharded over them. `observer`
+    is called with a prompt's index, new tokens after it, and whether its text has ended.
     """
     device, ends = device or model.device, set(generation.eos_token_id or [])
     rows, own = rows or len(prompt_ids), []
@@ -44,19 +42,16 @@ def complete(
         own = [can_decode(model, len(ids) + new) for ids in prompt_ids]
         if any(own) and not all(own):
             complete_part = partial(complete, model, generation, seed=seed, rows=rows, device=device)
-            return _complete_apart(own, complete_part, prompt_ids, begun, observer)
+            return _complete_apart(own, complete_part, prompt_ids, observer)
     if not own or not own[0]:
         rows = 1 if rotate_by_text(model) and not synced else rows
         written: list[list[int]] = []
         for at in range(0, len(prompt_ids), rows):
-            batch, kept = prompt_ids[at : at + rows], [] if begun is None else begun[at : at + rows]
-            if all(kept) and kept:  # `generate` reports a batch only when all of it has ended
-                written += kept
-                continue
+            batch = prompt_ids[at : at + rows]
             for row, ids in enumerate(by_library(model, generation, batch, mixed_seed(seed, at), device, synced)):
                 written.append(ids)
                 if observer is not None:
-                    observer(at + row, ids[len(kept[row]) if kept else 0 :], True)
+                    observer(at + row, ids, True)
     else:
         input_ids, attention_mask = _left_padded(prompt_ids, generation, device)
         output = autoregressive_generate(
@@ -65,7 +60,6 @@ def complete(
             attention_mask,
             seed,
             rows=rows,
-            begun=begun,
             observer=None if observer is None else lambda row, token: observer(row.index, [token], row.done),
             generation_config=generation,
         )
@@ -79,7 +73,6 @@ def _complete_apart(
     own: Sequence[bool],
     complete_part: Callable[..., list[Completion]],
     prompt_ids: Sequence[list[int]],
-    begun: Sequence[list[int]] | None,
     observer: Callable[[int, list[int], bool], None] | None,
 ) -> list[Completion]:
     """Complete first the prompts that our own decoder can decode, then the others."""
@@ -87,8 +80,7 @@ def _complete_apart(
     for ours in (True, False):
         part = [index for index, is_own in enumerate(own) if is_own == ours]
         observe = observer and (lambda at, *event, part=part: observer(part[at], *event))
-        kept = begun and [begun[index] for index in part]
-        written = complete_part([prompt_ids[index] for index in part], begun=kept, observer=observe)
+        written = complete_part([prompt_ids[index] for index in part], observer=observe)
         completions |= dict(zip(part, written, strict=True))
     return [completions[index] for index in range(len(own))]
 

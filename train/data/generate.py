@@ -4,8 +4,7 @@ The target writes them here or on a server, or they are given. An output directo
 `manifest.json` (`"draftsmith.completions/1"`) with the settings and inputs that determine every token. One process
 completes the prompts of a shard as one queue, seeded by the shard's index, and renames the finished file into place. So
 a killed run can resume with any number of processes, and ends with the bytes of an uninterrupted run of one process
-(with a server, as far as the server repeats itself). An interrupted or terminated run also keeps the texts of its
-current shard (`partial_shard.py`).
+(with a server, as far as the server repeats itself).
 """
 
 import hashlib
@@ -21,16 +20,16 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from draftsmith.decode.clock import speed
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import phase, track
+from draftsmith.decode.progress import Phase, phase, track
 from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config, unapplied_settings
 from draftsmith.train.data.chat.masks import ClosingTokens, MaskedConversation
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.decoding import complete, set_generation_config
-from draftsmith.train.data.partial_shard import PartialShard, WritingProgress
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
 from draftsmith.train.data.prompt_files import read_prompts
@@ -173,7 +172,6 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
             if shard is not None and shard["id"].to_pylist() == batch.names:
                 summary.add(shard)
                 summary.kept += len(batch.samples)
-                PartialShard(output, batch).end()
             else:
                 missing.append(batch)
         if missing:
@@ -334,38 +332,32 @@ def _complete(
             temperature = batch.samples[0].temperature
             sampling = config if temperature is None else config.at(temperature)
             generation = set_generation_config(sampling, most, model, tokenizer, tokens)
-            begun = PartialShard(summary.output, batch)
-            try:
-                finished(batch, _completed(config, model, generation, batch, begun, counted))
-            except KeyboardInterrupt:
-                begun.keep()
-                summary.begun += begun.tokens
-                raise
-            begun.end()
+            written = Counter[int]()
+
+            def observe(index: int, tokens: list[int], ended: bool, written: Counter[int] = written) -> None:
+                written[index] += len(tokens)
+                counted.add(len(tokens), written[index] if ended else None)
+
+            queue, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
+            finished(batch, complete(model, generation, queue, seed, rows=config.batch_size, observer=observe))
 
 
-def _completed(
-    config: PrepareConfig,
-    model: PreTrainedModel,
-    generation: GenerationConfig,
-    batch: ShardBatch,
-    begun: PartialShard,
-    counted: WritingProgress,
-) -> list[Completion]:
-    """Complete a shard's prompts here, after the tokens that an interrupted run has kept."""
-    kept = [list(text) for text in begun.texts]
-    counted.take_up(begun.tokens)
+class WritingProgress:
+    """A progress bar over tokens, out of `texts` × `most` at most, that also counts finished texts."""
 
-    def observe(index: int, tokens: list[int], ended: bool) -> None:
-        begun.texts[index] += tokens
-        counted.add(len(tokens), len(begun.texts[index]) if ended else None)
+    def __init__(self, phase: Phase, texts: int, most: int):
+        self._phase, self._texts, self._most = phase, texts, most
+        self._ended = self._tokens = 0
+        self._start = time.perf_counter()
 
-    prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
-    completions = complete(model, generation, prompts, seed, rows=config.batch_size, begun=kept, observer=observe)
-    for before, completion in zip(kept, completions, strict=True):
-        if len(before) == len(completion.ids):  # the text had ended in the interrupted run
-            counted.add(0, len(before))
-    return completions
+    def add(self, tokens: int, ended: int | None = None) -> None:
+        """Count written tokens; `ended` is the length of a text that they finish."""
+        self._tokens += tokens
+        if ended is not None:
+            self._ended += 1
+            self._phase.total = (self._phase.total or 0) - (self._most - ended)
+        rate = self._tokens / max(time.perf_counter() - self._start, 1e-9)
+        self._phase.advance(tokens, f"{self._ended} of {self._texts} texts, {speed(rate)} tokens/s")
 
 
 def _manifest(

@@ -35,12 +35,10 @@ class CompletionsSummary:
     uncertain: int = 0
     """Completions of this run tokenized from a server's text, which may differ from the target's tokens."""
     padded: int = 0  # completions of this run cut before an id that pads the vocabulary
-    begun: int = 0  # tokens kept of the shard at which this run was interrupted
 
     def __str__(self) -> str:
         """Return the completions written so far, for messages."""
-        more = f", and {self.begun} tokens of the next" if self.begun else ""
-        return f"{self.kept + self.written} of {self.prompts} completions{more}"
+        return f"{self.kept + self.written} of {self.prompts} completions"
 
     @property
     def repeated_ngram_share(self) -> float | None:
