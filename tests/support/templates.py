@@ -406,7 +406,14 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
             turn("assistant", "a + b", reasoning="return a and b"),
         ]
     },
-    "thinking in text": {"messages": [HELLO, turn("assistant", "<think>\nsay hello\n</think>\n\nhello world")]},
+    "thinking in text": {
+        "messages": [
+            HELLO,
+            turn("assistant", "<think>\nsay hello\n</think>\n\nhello world"),
+            AND,
+            turn("assistant", "<think>\nadd\n</think>\n\na + b"),
+        ]
+    },
     "a call and its result": {
         "messages": [HELLO, turn("assistant", None, tool_calls=[WRITTEN]), result(CALL, "3"), ANSWER],
         "tools": TOOLS,

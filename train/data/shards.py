@@ -36,17 +36,6 @@ MIXED = COLUMNS.append(pa.field("temperature", pa.float32()))
 """The columns of completions at several temperatures, with the temperature of each."""
 
 MOST_IDS = 2**31
-UNNAMED: dict[str, Any] = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "system_prompt": None,
-    "chat_template_kwargs": {},
-    "target_quantization": None,
-    "temperatures": [],
-    "turns": "first",
-}
-"""Settings that older manifests lack, with the values that they had."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
 """The fields that say where completions come from, and the flags that set them."""
 
@@ -253,18 +242,15 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         write_atomically(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return
     way_out = f"; {directory} was begun with other settings: give another --output, or remove it"
-    source = {"answers": "target"}  # the meaning of a manifest without it
-    sources = [written.get("source", source) for written in (before, manifest)]
-    settings = UNNAMED | before["settings"]
+    sources = [written.get("source", {}) for written in (before, manifest)]
     compared = [(flag, *(side.get(name) for side in sources)) for name, flag in SOURCE_FLAGS.items()]
-    compared += [(name, settings.get(name), value) for name, value in manifest["settings"].items()]
+    compared += [(name, before["settings"].get(name), value) for name, value in manifest["settings"].items()]
     for name, old, new in compared:
         if old != new:
             raise InputError(f"{name}: expected {old!r}, found {new!r}{way_out}")
     for name in sorted(name for name, value in manifest.items() if isinstance(value, dict) and "path" in value):
         previous = before[name] if isinstance(before.get(name), dict) else {}
-        unknown = {"path"} | {"tensor_digest"} - previous.keys()  # which earlier versions did not write
-        for part in sorted((manifest[name].keys() | previous.keys()) - unknown):
+        for part in sorted((manifest[name].keys() | previous.keys()) - {"path"}):
             old, new = previous.get(part), manifest[name].get(part)
             if old != new:
                 raise InputError(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from draftsmith.decode.progress import phase, track
 from draftsmith.train import files
 from draftsmith.train.data.mapped import checksum
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
-from draftsmith.train.files import remove
 from draftsmith.train.job.processes import Processes, join_launched
 from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
@@ -37,11 +35,8 @@ from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards, LiveTeacher
 from draftsmith.train.teacher.served import AT_ONCE, ServedModel, ServedTarget, urls_of
 from draftsmith.train.teacher.served_check import ask_servers, compare_states, require_length, require_served
-from draftsmith.train.teacher.sources import Source, batches_of, texts_of
+from draftsmith.train.teacher.sources import Source, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, read_ends, save_ends
-
-TRIAL = ".trial.partial"
-"""The file of a trial batch, which is timed to estimate the run."""
 
 Shards = DistributionShards | FeatureShards
 
@@ -137,9 +132,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         if works:
             needed = _estimate(config, shards, missing, lacks_ends, processes)
             with _teacher(config, served, processes, lambda: _first_texts(sources)) as (teacher, model):
-                if processes.first and missing:  # one batch tells nothing about the rate of servers
-                    about = "" if served else f"; about {_duration(config, shards, teacher, missing)}"
-                    print(f"{shards.title}: {needed}{about}")
+                if processes.first and missing:
+                    print(f"{shards.title}: {needed}")
                 if lacks_ends:
                     save_ends(model, output / ENDS)
                 _write(shards, teacher, missing, summary, processes)
@@ -217,24 +211,6 @@ def _estimate(
         raise InputError(f"output: expected {space}; {shards.remedy}")
     size = f"{positions} positions × {shards.position_bytes} bytes {shards.shape}"
     return f"{size}: at most {_megabytes(most)}, of {_megabytes(free)} free"
-
-
-@phase("trial")
-def _duration(config: CacheConfig, shards: Shards, teacher: Any, missing: list[Source]) -> timedelta:
-    """Return an estimate of the missing shards' time, from one batch computed and written."""
-    source, trial = missing[0], Path(config.output) / TRIAL
-    texts = texts_of(source.completions)
-    batches = batches_of([ids for _, ids, _ in texts], config.batch_size)
-    rows = batches[len(batches) // 2]
-    part = replace(source, samples=tuple(source.samples[i] for i in rows))
-    batch = [texts[i] for i in rows]
-    for _ in range(2):  # the first is a warm-up
-        start = time.perf_counter()
-        shards.write(trial, part, batch, teacher, lambda _: None)
-        seconds = time.perf_counter() - start
-    remove(trial)
-    positions = sum(shards.positions(text) for text in batch)
-    return timedelta(seconds=round(seconds / max(positions, 1) * sum(source.positions for source in missing)))
 
 
 def _megabytes(size: int) -> str:

@@ -7,7 +7,6 @@ Shape suffixes: T tokens, n layers, H hidden, V vocabulary.
 """
 
 import asyncio
-import fcntl
 import os
 import threading
 import time
@@ -15,8 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -73,7 +71,7 @@ class ServedModel(ServerMessage):
 
 
 class Transfer(ServerMessage):
-    """The place of a request's states, a file that may be of this machine."""
+    """The place of a request's states, a file of the server's machine."""
 
     hidden_states_path: Annotated[str, Field(pattern=r"^([^\x00]*/)?[A-Za-z0-9_.-]+\.safetensors$")]
 
@@ -322,14 +320,9 @@ class ServedTarget:
             # A server that ends answers so, too, for the requests that it aborts.
             what = "an answer with kv_transfer_params (is it started with --kv-transfer-config?)"
             raise client.failure(what, client.url, "none")
-        path = Path(answer.kv_transfer_params.hidden_states_path)
-        lock = Path(f"{path}.lock")
-        in_place = os.access(lock, os.R_OK | os.W_OK)  # on the server's machine, and may be removed
-        content = await (_read(path, client.timeout) if in_place else self._sent(client, path.name, len(ids)))
+        name = answer.kv_transfer_params.hidden_states_path.rpartition("/")[2]
+        content = await self._sent(client, name, len(ids))
         states = await asyncio.to_thread(checked_states, content, ids, served, client.url)
-        if in_place:  # only after the check: a server may name any file of this machine
-            for file in (path, lock):
-                file.unlink(missing_ok=True)
         scores = (
             []
             if not scored
@@ -363,29 +356,6 @@ class ServedTarget:
         hidden_TH = last_TH if self.norm is None else self.norm(last_TH)
         columns = {"hidden": hidden_TH, "features": states_TnH[:, places].flatten(1)}
         return {name: columns[name].to(layout.dtype).contiguous() for name in STATES if name in layout.widths}
-
-
-async def _read(path: Path, seconds: float) -> bytes:
-    """Read a file of states, once its writer has let go of its lock; ServerFailure if that takes longer."""
-    with Path(f"{path}.lock").open("rb") as held:
-        late = time.monotonic() + seconds
-        while not is_free(held):
-            if time.monotonic() > late:
-                raise ServerFailure(f"teacher: expected states in {path} within {seconds:.0f} s, found none")
-            await asyncio.sleep(POLL)
-        try:
-            return await asyncio.to_thread(path.read_bytes)
-        except OSError as error:
-            raise ServerFailure(f"teacher: expected that the server wrote {path}, found: {error.strerror}") from error
-
-
-def is_free(lock: IO[Any]) -> bool:
-    """Return whether nobody else holds a lock on a file; it is shared with this process then."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def checked_states(content: bytes, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:

@@ -189,7 +189,7 @@ def test_the_estimate_comes_first_and_is_not_exceeded(pipeline, kind, whole):
     assert summary.bytes_per_token == summary.size / positions
     (line,) = said
     assert f"{positions} positions × {kind.size[0]} bytes {kind.size[1]}: at most " in line
-    assert " MB free; about 0:00:" in line
+    assert line.endswith(" MB free")
     most = positions * kind.size[0]
     if kind is FEATURES:  # which are not compressed
         assert most < summary.size < most + 12 * FeatureShards.sample_bytes

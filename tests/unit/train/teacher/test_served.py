@@ -1,6 +1,5 @@
 """A target on servers: its states, what is wrong with them, and servers that fail."""
 
-import fcntl
 import json
 import os
 import threading
@@ -346,47 +345,13 @@ def test_requests_are_bounded(model, path, monkeypatch):
     assert most[0] <= 200  # the long one alone
 
 
-def giving(server: StateServer, place: Path) -> StateServer:
-    """Let a server name a file of this machine; it holds the states of the last text."""
+@pytest.mark.parametrize("name", ["notes.txt", "nul\0.safetensors"])
+def test_a_name_that_is_no_file_of_states_is_not_fetched(model, path, name):
+    server = StateServer(model, LAYERS, path)
     complete = server.complete
-
-    def named(body: dict) -> dict:
-        answer = complete(body)
-        name = Path(answer["kv_transfer_params"]["hidden_states_path"]).name
-        place.write_bytes(server.files[name])
-        answer["kv_transfer_params"]["hidden_states_path"] = str(place)
-        server.files[place.name] = server.files.pop(name)
-        return answer
-
-    place.with_name(f"{place.name}.lock").touch()
-    server.complete = named
-    return server
-
-
-def test_states_on_this_machine_are_read_in_place_and_removed(model, path, tmp_path):
-    server = giving(StateServer(model, LAYERS, path), tmp_path / "a.safetensors")
-    asked(server, given=TEXTS[:1])
-    assert not list(tmp_path.iterdir()) and server.files
-
-
-def test_states_of_another_user_are_sent(model, path, tmp_path, monkeypatch):
-    monkeypatch.setattr(served.os, "access", lambda path, mode: not mode & os.W_OK)
-    server = giving(StateServer(model, LAYERS, path), tmp_path / "a.safetensors")
-    asked(server, given=TEXTS[:1])
-    assert len(list(tmp_path.iterdir())) == 2 and not server.files
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", "nul\0.safetensors"])
-def test_no_server_has_other_files_removed(model, path, tmp_path, name):
-    place, server = tmp_path / name.replace("\0", ""), StateServer(model, LAYERS, path)
-    for file in (place, place.with_name(f"{place.name}.lock")):
-        file.write_text("mine")
-    complete = server.complete
-    named = {"hidden_states_path": str(tmp_path / name)}
-    server.complete = lambda body: complete(body) | {"kv_transfer_params": named}
-    with pytest.raises(InputError, match=r"hidden_states_path: expected|broken file"):
+    server.complete = lambda body: complete(body) | {"kv_transfer_params": {"hidden_states_path": f"/a/{name}"}}
+    with pytest.raises(InputError, match="hidden_states_path: expected"):
         asked(server, deadline=0.1)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_server_without_its_list_of_models_is_one_line(model, path, monkeypatch):
@@ -470,17 +435,6 @@ def test_few_texts_are_asked_for_before_others_are_read(model, path, monkeypatch
             time.sleep(0.01)
         assert [number for numbers, _ in rows for number in numbers] == list(range(1, 11))
     assert [len(text) for text in server.texts] == [len(ids) - 1 for ids in given]
-
-
-def test_a_writer_that_hangs_is_a_server_that_fails(model, path, tmp_path):
-    server = giving(StateServer(model, LAYERS, path), tmp_path / "a.safetensors")
-    line = r"any server within 1 s, found none: teacher: expected states in .* within"
-    with (tmp_path / "a.safetensors.lock").open("w") as lock, serving(server):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with ServedTarget([server.url], timeout=0.5, deadline=0.8) as target:
-            read = target.states(LAYOUT, TEXTS[:1])
-            with pytest.raises(InputError, match=line):
-                list(read)
 
 
 @pytest.mark.parametrize("value", ["http://a", "vllm", "vllm:", "sglang:http://a"])

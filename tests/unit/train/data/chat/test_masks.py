@@ -243,15 +243,6 @@ def test_thinking_in_the_last_answer_counts_and_earlier_answers_that_lost_theirs
         "<think>\nhm\n</think>\n\nhello<|im_end|>", "world<|im_end|>"]  # fmt: skip
 
 
-def test_answers_that_lost_their_thinking_have_samples_of_their_own():
-    tokenizer = using(QWEN3)
-    first, last = mask_contexts(THOUGHT, tokenizer, "x")
-    assert (first.turn, last.turn) == (1, 2) and last.left_out == {}
-    assert learned(first.ids, first.mask, tokenizer) == ["<think>\nhm\n</think>\n\nhello<|im_end|>"]
-    assert learned(last.ids, last.mask, tokenizer) == ["<think>\noh\n</think>\n\na<|im_end|>"]
-    assert first.ids[: len(first.ids) - 1] == tokenizer.apply_chat_template(THOUGHT[:2], return_dict=False)[:-1]
-
-
 OPENED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 LOSSY = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 
@@ -312,12 +303,6 @@ def test_without_a_template_the_answer_follows_the_prompt_and_ends_the_text():
     masked = mask_conversation(TALK, tokenizer, "x")
     assert masked.left_out == {2: masks.UNTEMPLATED}
     assert tokenizer.decode(masked.ids) == f"say hello\n\nand add?def add(a, b):\n    return{END_OF_TEXT}"
-
-
-def test_a_tokenizer_with_several_templates_uses_the_default_one():
-    tokenizer = using(None)
-    tokenizer.chat_template = {"default": CHATML, "tool_use": "no"}
-    assert learned(*encode_conversation(TALK[1:3], tokenizer, "x"), tokenizer) == ["hello world<|im_end|>"]
 
 
 def jsonl(directory, *records: object) -> str:
@@ -401,13 +386,6 @@ def test_masks_are_rendered_with_the_same_system_prompt_and_variables():
     asked = Prompt("x", None, talk[:1], None)
     prompt = encode_prompt(asked, tokenizer, system_prompt="Be good.", variables={"thinking": False})
     assert tokenizer.decode(masked.ids).startswith(tokenizer.decode(prompt))
-
-
-def test_turns_are_counted_without_the_system_prompt():
-    tokenizer = using(QWEN3)
-    left_out = mask_conversation(THOUGHT, tokenizer, "x").left_out
-    assert list(left_out) == [1]
-    assert mask_conversation(THOUGHT, tokenizer, "x", system_prompt="Be good.").left_out == left_out
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

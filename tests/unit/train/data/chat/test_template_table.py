@@ -35,7 +35,7 @@ REFUSED = {
     ("harmony", "agent"): CALLS,  # the second of two calls
     ("deepseek", "developer"): rf"messages\[0\]\.content: {UNREAD}",
     ("deepseek", "reasoning"): REASONING,
-    ("deepseek", "thinking in text"): r"leaves out some of what the assistant wrote \(message 1\)",
+    ("deepseek", "thinking in text"): r"leaves out some of what the assistant wrote \(message 3\)",
     ("deepseek", "agent"): rf"messages\[2\]\.thinking: {UNREAD}",
     **{
         ("gemma 3", conversation): r"Conversation roles must alternate"
