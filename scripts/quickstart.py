@@ -1,6 +1,5 @@
 """`draftsmith quickstart`: the whole way on the embedded target, on any CPU, in minutes."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from draftsmith.scripts.measure.command import measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
+from draftsmith.scripts.stages import flags_of
 from draftsmith.scripts.tree import print_tree, search
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
@@ -120,9 +120,9 @@ def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
 
 def _config(cls: type[Any], folder: str, fields: Mapping[str, Any]) -> Any:
     """Return the config of configs/FOLDER/tiny.yaml for the embedded target, overridden by these fields."""
-    values = {name: json.dumps(value) if isinstance(value, list) else value for name, value in fields.items()}
-    flags = [f"--{name}={value}" for name, value in ({"target": TARGET} | values).items()]
-    return parse_config(cls, ["--config", str(ROOT / f"configs/{folder}/tiny.yaml"), *flags])
+    return parse_config(
+        cls, ["--config", str(ROOT / f"configs/{folder}/tiny.yaml"), *flags_of({"target": TARGET, **fields})]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

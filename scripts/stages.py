@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, read
 from draftsmith.scripts import cli
-from draftsmith.train.cli import INTERRUPTED, TERMINATED, OutOfTime, Terminated
+from draftsmith.train.cli import FILE_ONLY, INTERRUPTED, TERMINATED, OutOfTime, Terminated
 from draftsmith.train.files import remove
 from draftsmith.train.provenance import write_json
 
@@ -152,11 +152,15 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def flags_of(fields: dict[str, Any]) -> list[str]:
-    """Return fields of a config as flags of its command."""
-    return [
-        f"--{name}={value if isinstance(value, str | Path) else json.dumps(value)}" for name, value in fields.items()
+def flags_of(fields: Mapping[str, Any]) -> list[str]:
+    """Return a command's fields as its flags; those that have none as a text of `--config`."""
+    file = {name: value for name, value in fields.items() if name in FILE_ONLY}
+    flags = [
+        f"--{name}={value if isinstance(value, str | Path) else json.dumps(value)}"
+        for name, value in fields.items()
+        if name not in file
     ]
+    return [*([f"--config={json.dumps(file)}"] if file else []), *flags]
 
 
 def nest(fields: Mapping[str, Any]) -> dict[str, Any]:

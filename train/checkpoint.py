@@ -336,8 +336,8 @@ def unapplied_settings(generation: GenerationConfig, path: str | Path | None = N
     stored = {name: value for name, value in stored.items() if value not in (None, [], {}, OWN_SETTINGS[name])}
     settings = [f"{name} {value}" if len(str(value)) < 60 else name for name, value in stored.items()]
     if settings and path is not None:
-        options = " ".join(f"--{field.name} {stored[field.name]}" for field in fields(Sampling) if field.name in stored)
-        hint = f": vLLM does by default, and options do here: {options}" if options else ""
+        options = ", ".join(f"{field.name}: {stored[field.name]}" for field in fields(Sampling) if field.name in stored)
+        hint = f": vLLM does by default, and fields do here: {options}" if options else ""
         text = "target: %s has %s in its generation config, which is not applied%s"
         logger.warning(text, path, ", ".join(settings), hint)
     return settings

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import yaml  # type: ignore[import-untyped]
 
 from draftsmith.decode.errors import InputError, Range, lacks_memory
 from draftsmith.decode.progress import reporting
@@ -40,6 +41,19 @@ MOST_SHOWN = 200
 """The most characters of a value in a message."""
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 """Errors of a disk that cannot be written."""
+
+FILE_ONLY = frozenset({
+    "min_p", "repetition_penalty", "no_repeat_ngram_size", "invalid_prompts", "max_prompt_tokens",
+    "endpoint_concurrency", "endpoint_timeout", "endpoint_deadline", "endpoint_retries",
+    "teacher_key_env", "teacher_directory", "any_target", "dedup", "source_weights", "unfinished",
+    "alpha", "beta", "eta", "decay", "curriculum", "on_policy_tokens", "patience",
+    "attn_implementation", "loss_chunk", "save_dtype",
+    "parallel_retention", "parallel_minimum", "parallel_decay", "parallel_importance", "parallel_mask_token",
+    "head_learning_rate_multiplier", "warmup_heads",
+    "norm_before_fc", "fc_norm", "norm_output",
+    "anchors", "conv_kernel_size", "mask_token", "plain_until", "pure_draft_prefix_len",
+})  # fmt: skip
+"""Fields that no flag sets, only `--config`: what few runs vary. The names mean the same in all commands."""
 
 Config = TypeVar("Config")
 
@@ -68,9 +82,10 @@ class OutOfTime(Terminated):
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Build a config dataclass from `--config FILE.yaml` and flags.
 
-    Flags override the file; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag. A field
-    `training` holds the library's TrainingArguments, whose hundred flags `--help training` lists. Raise InputError for
-    an unknown key, a missing or ill-typed value, or an unreadable file.
+    `--config '{NAME: VALUE}'` gives fields without a file; `FILE_ONLY` names those that have no flag. Flags override
+    both; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag. A field `training` holds
+    the library's TrainingArguments, whose hundred flags `--help training` lists. Raise InputError for an unknown key, a
+    missing or ill-typed value, or an unreadable file.
     """
     values = _values(cls, argv, prog, whole=True)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -104,13 +119,17 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     for key, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, _, file = key.partition("=")
         if flag == "--config":
-            _require_unique_keys(file or following)
+            fields_of(file or following)
+        elif (name := flag[2:]) in FILE_ONLY and name in (field.name for field in fields):
+            raise InputError(
+                f"{name}: expected it in a file of --config, or as --config '{{{name}: VALUE}}', found a flag"
+            )
     try:
         parsed = parser.parse_args(arguments)
         for name in (f.name for f in fields if f.name == "training" or dataclasses.is_dataclass(f.type)):
             if not isinstance(parsed.get(name, {}), jsonargparse.Namespace | dict):
                 raise InputError(f"{name}: expected fields and their values, found {parsed[name]!r}")
-        values = vars(parser.instantiate(parsed) if whole else parsed)
+        values: dict[str, Any] = vars(parser.instantiate(parsed) if whole else parsed)
         words = {argument.partition("=")[0] for argument in arguments}
         for name, aliases in aliased.items():
             spelled = {alias.name: alias.spell(_texts(values.pop(alias.name, None))) for alias in aliases}
@@ -143,7 +162,9 @@ def _parser(cls: type[Any], prog: str | None, whole: bool, helps: bool, brief: b
     if helps:  # parsing the fields' docstrings doubles the time, and only help shows them
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
+    parser.add_argument(
+        "--config", action="config", help="a YAML file with the fields below, or '{NAME: VALUE}'; flags override it"
+    )
     training = next((field for field in dataclasses.fields(cls) if field.name == "training"), None)
     parser.add_class_arguments(cls, skip=None if training is None else {"training"})
     aliased = _aliases(cls)
@@ -213,8 +234,6 @@ def _gathered(arguments: Sequence[str], flag: str) -> list[str]:
     one_list = len(values) == 1 and values[0].startswith("[")
     if not values or one_list or any(value.startswith("--") for value in values):  # the parser says what is missing
         return list(arguments)
-    import yaml  # type: ignore[import-untyped]
-
     listed = [text for value in values for text in (yaml.safe_load(value) if value.startswith("[") else [value])]
     return [*others, f"{flag}={json.dumps(listed)}"]
 
@@ -247,12 +266,29 @@ def _plain(message: str, parent: str = "") -> str:
     return f"{name}: expected {' or '.join(kinds)}, found {value.strip()[:MOST_SHOWN] or 'nothing'}"
 
 
-def _require_unique_keys(file: str) -> None:
-    """Require valid YAML with each key once: the parser would silently take the last."""
-    import yaml  # type: ignore[import-untyped]
+class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library is untyped
+    """The loader of config files: of a key that stands twice, others would take the last."""
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node; raise InputError for a key that it has twice."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                file = key.start_mark.name
+                raise InputError(f"{name}: expected it once in {file}, found it in lines {lines[name]} and {line}")
+            lines[name] = line
+        return dict(super().construct_mapping(node, deep))
+
+
+def fields_of(file: str) -> dict[str, Any]:
+    """Return the fields that a file or text of YAML sets, by name; {} for no file, which the parser reports."""
+    stream: Any = None
     try:
-        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        stream = io.StringIO(file) if file.lstrip().startswith("{") else open(file, encoding="utf-8")  # noqa: SIM115
+        content = yaml.load(stream, Loader=UniqueKeys)
+    except InputError:
+        raise
     except RecursionError as error:
         raise InputError(f"config: expected YAML in {file}, found: nested too deeply") from error
     except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
@@ -261,39 +297,14 @@ def _require_unique_keys(file: str) -> None:
         where = f"{file}, line {error.problem_mark.line + 1}" if error.problem_mark else file
         raise InputError(f"config: expected YAML in {where}, found: {error.problem}") from error
     except (OSError, ValueError):
-        return  # the parser reports it
-    if not isinstance(root, yaml.MappingNode):
-        content = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a value alone"
-        raise InputError(f"config: expected fields and their values in {file}, found {content}")
-    nodes, visited = [root], set[int]()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in visited:  # an alias is the node that it names, and may lie inside it
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        if not isinstance(node, yaml.MappingNode):
-            continue
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines and name != "<<":
-                raise InputError(f"{name}: expected it once in {file}, found it in lines {lines[name]} and {line}")
-            lines[name] = line
-            nodes.append(value)
-
-
-def fields_of(file: str) -> dict[str, Any]:
-    """Return the fields that a YAML file sets, by name; {} if it cannot be read, which its parser will report."""
-    import yaml
-
-    _require_unique_keys(file)
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
+    finally:
+        if stream is not None:
+            stream.close()
+    if not isinstance(content, dict):
+        kind = "nothing" if content is None else "a list" if isinstance(content, list) else "a value alone"
+        raise InputError(f"config: expected fields and their values in {file}, found {kind}")
+    return {str(name): value for name, value in content.items()}
 
 
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:

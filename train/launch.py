@@ -72,7 +72,7 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
             completion_files(path, unfinished=False)
         other = None if config.any_target else other_target(path, config.target)
         if other is not None:
-            other = f"{other}, whose config or weights are others; --any_target learns from them all the same"
+            other = f"{other}, whose config or weights are others; any_target learns from them all the same"
             raise InputError(f"{path}: expected completions that {config.target} wrote, found those of {other}")
 
     def read(field: str) -> TrainingData:

@@ -15,6 +15,7 @@ from draftsmith.decode.measurement.certificate import certify_greedy, certify_sa
 from draftsmith.decode.measurement.distribution_test import plain_texts, speculative_texts
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.stages import flags_of
 from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import remove
@@ -94,19 +95,11 @@ def train(name: str, place: "Place") -> tuple[bool, dict[str, Any]]:
     if not place.full:
         values["training.per_device_train_batch_size"] = 1
     main_module: Any = import_module(f"{recipe.package}.__main__")
-    main_module.main(flags(values))
+    main_module.main(flags_of(values))
     state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     facts = {"first_loss": losses[0], "last_loss": losses[-1]}
     return losses[-1] < losses[0] or not place.full, facts
-
-
-def flags(values: dict[str, Any]) -> list[str]:
-    """Return a command line that says these fields."""
-    return [
-        f"--{name}={json.dumps(value) if isinstance(value, bool | list | dict | None) else value}"
-        for name, value in values.items()
-    ]
 
 
 def certify(name: str, dtype: str, place: "Place") -> tuple[bool, dict[str, Any]]:

@@ -9,9 +9,9 @@ import yaml  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from benchmarks.common import ASSETS
-from benchmarks.gpu.law import flags
 from benchmarks.gpu.shapes import SIZES, TINY_TOKENS, completions, directory, lone_model
 from draftsmith.scripts.kinds import recipes
+from draftsmith.scripts.stages import flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import remove
 from draftsmith.train.kinds.kind import Recipe
@@ -82,7 +82,7 @@ def step(name: str, attention: str | None, place: "Place") -> dict[str, Any]:
     if not place.full:
         values |= {name: value for name, value in TINY_FIELDS.items() if name in fields}
     remove(output)  # of a process that was ended
-    config = parse_config(recipe.config_class(), flags(values))
+    config = parse_config(recipe.config_class(), flags_of(values))
     run = run_class(recipe, lone_model("8B", place))
     if place.full:
         torch.cuda.reset_peak_memory_stats()
@@ -94,6 +94,6 @@ def step(name: str, attention: str | None, place: "Place") -> dict[str, Any]:
     del trainer, run
     gc.collect()
     remove(output)
-    planned = parse_config(recipe.plan_class(), flags(values | {"recipe": recipe.command, "training.use_cpu": True}))
+    planned = parse_config(recipe.plan_class(), flags_of(values | {"recipe": recipe.command, "training.use_cpu": True}))
     plan = planned.memory_plan()
     return figures | {"planned_gib": plan.total(plan.setting) / GIB}

@@ -42,7 +42,7 @@ def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.dev
         yield _special_tokens(target, drafts)
         if settings := unapplied_settings(target.model.generation_config):
             text = f"the generation config has {', '.join(settings)}, which no command applies"
-            yield Finding("warning", "own settings", text, "give them as options, such as --repetition_penalty")
+            yield Finding("warning", "own settings", text, "give them as fields, such as repetition_penalty")
 
 
 def _fits(setup: Setup, of_models: bool) -> Iterator[Finding]:

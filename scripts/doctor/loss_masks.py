@@ -117,7 +117,7 @@ def check_lengths(samples: Sequence[MaskedSample], setup: Setup) -> Finding | No
     long = sum(len(sample.ids) > limit for sample in samples)
     if long:
         text = f"{long} of {len(samples)} samples are longer than the {role}'s {limit} positions, the longest {longest}"
-        cut = f"--max-prompt-tokens of prepare and measure, --max-length {limit} of distill"
+        cut = f"max_prompt_tokens of prepare and measure, max_length {limit} of distill"
         return Finding("warning", "lengths", text, f"leave them out, or cut them: {cut}")
     return Finding("ok", "lengths", f"{longest} tokens at most, of the {role}'s {limit}")
 

@@ -23,7 +23,16 @@ def prompts(tmp_path_factory):
 def certify(url, prompts, output, temperature, *more, target=TARGET):
     """Return the exit code, the certificate, and its laws by temperature."""
     argv = ["certify", "--server", url, "--target", str(target), "--prompts", str(prompts), "--output", str(output)]
-    argv += ["--temperature", temperature, "--max-prompt-tokens", "40", "--max-new-tokens", "16", "--threads", "1"]
+    argv += [
+        "--temperature",
+        temperature,
+        "--config",
+        "{max_prompt_tokens: 40}",
+        "--max-new-tokens",
+        "16",
+        "--threads",
+        "1",
+    ]
     argv += ["--sampled-tokens", "2400", "--concurrency", "8", "--false-alarm", str(FALSE_ALARM), *more]
     code = cli.main(argv)
     found = json.loads((output / "certificate.json").read_text())

@@ -150,8 +150,8 @@ def test_sampled_texts_follow_the_target_s_law(pair, tmp_path):
     argv = ["certify", "--server", pair.server.url, "--target", str(TARGET), "--draft", str(DRAFT), "--threads", "1"]
     argv += ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--temperature", "1", "--concurrency", "8"]
     argv += [
-        "--max-prompt-tokens",
-        "40",
+        "--config",
+        "{max_prompt_tokens: 40}",
         "--max-new-tokens",
         "16",
         "--sampled-tokens",

@@ -302,10 +302,10 @@ def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
 
     assert "target: expected the target or, as `plain_server`" in refused("--no_target")
     assert "drafter: expected none without" in refused("--no_target", "--plain-server", "http://x", "--draft", "d")
-    assert "no_repeat_ngram_size: expected 0" in refused("--no_repeat_ngram_size", "2")
+    assert "no_repeat_ngram_size: expected 0" in refused("--config", "{no_repeat_ngram_size: 2}")
     assert "sampled_tokens: expected at least 2000" in refused("--sampled_tokens", "100")
     assert "temperature: expected a finite number, 0 or at least 0.01" in refused("--temperature", "0.001")
-    assert "min_p: expected 0 with top_p" in refused("--min-p", "0.1", "--top-p", "0.9")
+    assert "min_p: expected 0 with top_p" in refused("--config", "{min_p: 0.1}", "--top-p", "0.9")
     assert "temperature: expected each number once" in refused("--temperature", "1,1")
     assert "concurrency: expected at least 1" in refused("--concurrency", "0")
     assert "server: expected a URL" in refused("--server", "nowhere")

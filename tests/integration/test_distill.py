@@ -476,7 +476,7 @@ def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer
     (tmp_path / "part" / "manifest.json").write_text(json.dumps(manifest | {"shards": manifest["shards"] + 1}))
     message = fails(capsys, [*flags, "--completions", f"[{tmp_path / 'part'}]"])
     assert f"{tmp_path / 'part'}: expected all {manifest['shards'] + 1} shards, found" in message
-    assert message.endswith("run draftsmith prepare again, or learn from these with --unfinished")
+    assert message.endswith("run draftsmith prepare again, or learn from these with unfinished: true")
     message = fails(capsys, [*flags, "--heldout", f"[{pipeline / 'short'}]"])
     assert "heldout: expected prompts that are not learned from, found 10 of 10 that are: first" in message
 

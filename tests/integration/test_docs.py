@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from draftsmith.distill.__main__ import main as distill
 from draftsmith.scripts import cli
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import FILE_ONLY, parse_config
 
 SHELL_ONLY = ("cat", "cd", "export", "mkdir", "pip", "source")
 """Programs whose lines are left alone."""
@@ -111,7 +111,7 @@ def known_flags() -> frozenset[str]:
         for name, value in vars(import_module(BENCHMARKS + module.name)).items():
             if name.startswith("Bench") and name.endswith("Config"):
                 names.update(field_names(value))
-    return frozenset(f"--{name}" for name in names)
+    return frozenset(f"--{name}" for name in names - FILE_ONLY)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=by_name)

@@ -89,7 +89,7 @@ def test_what_the_target_says_of_its_texts_and_is_not_applied_is_said_once(
         "stop_strings ['x =']",
     ]
     line = f"target: {target} has {', '.join(settings)} in its generation config, which is not applied: vLLM does by "
-    line += "default, and options do here: --top_k 20 --repetition_penalty 1.05 --temperature 0.7"
+    line += "default, and fields do here: top_k: 20, repetition_penalty: 1.05, temperature: 0.7"
     assert load_pair(str(target), load_tokenizer(target)).left_out == settings
     assert caplog.messages == [line]
     caplog.clear()

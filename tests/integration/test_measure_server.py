@@ -325,9 +325,11 @@ def refused(measure, server, prompts, *flags) -> str:
 def test_what_cannot_be_measured_is_refused_in_one_line(measure, prompts):
     with simulated_server() as server:
         assert "server: expected a model other" in refused(measure, server, prompts, "--model", "other")
-        assert "no_repeat_ngram_size" in refused(measure, server, prompts, "--no_repeat_ngram_size", "2")
+        assert "no_repeat_ngram_size" in refused(measure, server, prompts, "--config={no_repeat_ngram_size: 2}")
         assert "min_speedup: expected a `baseline_server`" in refused(measure, server, prompts, "--min-speedup", "2")
-        assert "max_prompt_tokens: expected a `target`" in refused(measure, server, prompts, "--max_prompt_tokens", "2")
+        assert "max_prompt_tokens: expected a `target`" in refused(
+            measure, server, prompts, "--config={max_prompt_tokens: 2}"
+        )
         assert "server_key_env" in refused(measure, server, prompts, "--server_key_env", "NO_SUCH_VARIABLE")
         server.metrics = False
         assert re.search("found 404", refused(measure, server, prompts))

@@ -244,7 +244,7 @@ def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
     """Beside a plain draft's: activations of twice the entries, and under sdpa the square of their number a row."""
     argv = ["--config", "configs/distill/tiny-parallel.yaml", "--max_length", "512", "--training.use_cpu", "true"]
     held = {}
-    kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--attn_implementation", "flex_attention"]}
+    kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--config", "{attn_implementation: flex_attention}"]}
     for name, options in kinds.items():
         plan = parse_config(DistillPlanConfig, [*argv, *options]).memory_plan()
         held[name] = plan.step_bytes(plan.setting).after_loss(16)

@@ -31,7 +31,7 @@ def planned(call: str):
         argv += ["--draft_config", str(SHAPES / f"{DRAFTS[name]}.json")] if name in DRAFTS else []
         argv += ["--gpus", "8"]  # as the files say
     else:
-        argv += ["--max_length", "256", "--loss_chunk", str(2**20)]
+        argv += ["--max_length", "256", "--config", f"{{loss_chunk: {2**20}}}"]
     return parse_config(plan_config(argv), [*argv, *flags, "--training.use_cpu", "true"]).memory_plan()
 
 

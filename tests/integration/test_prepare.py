@@ -373,7 +373,7 @@ def test_the_context_of_the_target_is_respected(config):
         prepare(config(max_new_tokens=110))
     assert re.fullmatch(
         r"max_prompt_tokens: expected prompt and completion within the target's 128 positions, found \d\d \+ 110 "
-        r"tokens for prompt 'p7'; give --max_prompt_tokens 18, or a smaller --max_new_tokens",
+        r"tokens for prompt 'p7'; give max_prompt_tokens: 18, or a smaller max_new_tokens",
         str(error.value),
     )
     cfg = config(max_new_tokens=110, max_prompt_tokens=18)

@@ -227,7 +227,7 @@ def _prompts(
         raise InputError(
             f"max_prompt_tokens: expected prompt and completion within the target's {limit} positions, found "
             f"{len(longest.ids)} + {new_tokens} tokens for prompt {longest.prompt.id!r}; "
-            f"give --max_prompt_tokens {max(limit - new_tokens, 1)}, or a smaller --max_new_tokens"
+            f"give max_prompt_tokens: {max(limit - new_tokens, 1)}, or a smaller max_new_tokens"
         )
     return samples
 

@@ -150,7 +150,7 @@ def completion_files(path: str, unfinished: bool = True) -> list[Path]:
         if not unfinished:
             raise InputError(
                 f"{path}: expected all {manifest['shards']} shards, found {len(files)}; run draftsmith prepare again, "
-                "or learn from these with --unfinished"
+                "or learn from these with unfinished: true"
             )
         logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
     return files

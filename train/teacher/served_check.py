@@ -123,7 +123,7 @@ def require_files(served: ServedModel, url: str, target: str) -> bool:
         if own[name] != known[name]:
             raise InputError(
                 f"teacher: expected {target} at {url}, found {served.model}, whose {name} is another: another model, "
-                "revision or quantisation; training on servers takes it with --any_target"
+                "revision or quantisation; training on servers takes it with any_target: true"
             )
     return bool(own.keys() & known.keys())
 

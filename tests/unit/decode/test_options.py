@@ -113,7 +113,7 @@ def test_every_command_with_prompts_is_told_what_their_template_gets(command, tm
     cls = config_class(command)
     flags = [part for name in (f.name for f in fields(cls)) if name in needed for part in (f"--{name}", needed[name])]
     asked = ["--chat_template_kwargs", '{"enable_thinking": false}', "--system_prompt", "Be brief."]
-    config = parse_config(cls, [*flags, *asked, "--max_prompt_tokens", "9"])
+    config = parse_config(cls, [*flags, *asked, "--config={max_prompt_tokens: 9}"])
     assert config.template == {"system_prompt": "Be brief.", "variables": {"enable_thinking": False}}
     assert config.encoding == config.template | {"max_tokens": 9}
     file = tmp_path / "config.yaml"

@@ -165,6 +165,13 @@ def test_a_bad_value_is_refused_by_name_and_in_one_line(text, named, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_what_few_runs_vary_has_no_flag(tmp_path):
+    assert parse(DistillConfig, DISTILL, tmp_path, "--config={beta: 0.25}").beta == 0.25
+    for flags in (["--beta", "0.25"], ["--beta=0.25"]):
+        with pytest.raises(InputError, match=r"^beta: expected it in a file of --config, or .*{beta: VALUE}"):
+            parse(DistillConfig, DISTILL, tmp_path, *flags)
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"nowhere\.yaml"):
         parse_config(CacheConfig, ["--config", str(tmp_path / "nowhere.yaml")])
@@ -172,7 +179,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_numbers_are_numbers_and_flags_win(tmp_path):
     text = DISTILL + "beta: 1e-4\ntraining: {output_dir: out, learning_rate: 1e-4, weight_decay: 1, max_steps: 7}\n"
-    config = parse(DistillConfig, text, tmp_path, "--training.max_steps", "9", "--beta", "0.25")
+    config = parse(DistillConfig, text, tmp_path, "--training.max_steps", "9", "--config", "{beta: 0.25}")
     assert config.beta == 0.25
     assert isinstance(config.training.learning_rate, float) and config.training.learning_rate == 1e-4
     assert isinstance(config.training.weight_decay, float)
@@ -190,7 +197,7 @@ def test_what_is_held_out_is_a_share_or_directories(tmp_path):
 
 
 def test_sources_have_weights_and_are_named_once(tmp_path):
-    flags = ["--completions", "[c, d]", "--source_weights", "[1, 0.3]"]
+    flags = ["--completions", "[c, d]", "--config", "{source_weights: [1, 0.3]}"]
     assert parse(DistillConfig, DISTILL, tmp_path, *flags).source_weights == [1.0, 0.3]
     with pytest.raises(InputError, match=r"^completions: expected each directory once, found \./c again"):
         parse(DistillConfig, DISTILL, tmp_path, "--completions", "[c, d, ./c]")
@@ -250,8 +257,8 @@ GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
         (TreeConfig, [*TREE, "--rows", "100000"], "rows: expected at least 1 and at most 1024"),
         (TreeConfig, [*TREE, "--seed", "-1"], "seed: expected at least 0"),
         (EagleTrainingConfig, [*TRAIN, "--num-steps", "100000"], "num_steps: expected at most 256, found 100000"),
-        (EagleTrainingConfig, [*TRAIN, "--decay", "1e300"], "decay: expected at most 10, found 1e.300"),
-        (MedusaTrainingConfig, [*TRAIN, "--decay", "1e300"], "decay: expected at most 10, found 1e.300"),
+        (EagleTrainingConfig, [*TRAIN, "--config", "{decay: 1e300}"], "decay: expected at most 10, found 1e.300"),
+        (MedusaTrainingConfig, [*TRAIN, "--config", "{decay: 1e300}"], "decay: expected at most 10, found 1e.300"),
         (QuickstartConfig, ["--steps", "-1"], "steps: expected at least 1, found -1"),
         (CoordinatorConfig, ["--pairs", "[5]"], "pairs: expected fields and their values, found 5$"),
         (CoordinatorConfig, [*PAIRS, "--rules", "[{pair: 5}]"], r"rules\.pair: expected text or null, found 5$"),
