@@ -10,10 +10,12 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import yaml  # type: ignore[import-untyped]
@@ -283,10 +285,9 @@ class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # the library is untyp
 
 def fields_of(file: str) -> dict[str, Any]:
     """Return the fields that a file or text of YAML sets, by name; {} for no file, which the parser reports."""
-    stream: Any = None
     try:
-        stream = io.StringIO(file) if file.lstrip().startswith("{") else open(file, encoding="utf-8")  # noqa: SIM115
-        content = yaml.load(stream, Loader=UniqueKeys)
+        with io.StringIO(file) if file.lstrip().startswith("{") else open(file, encoding="utf-8") as stream:
+            content = yaml.load(stream, Loader=UniqueKeys)
     except InputError:
         raise
     except RecursionError as error:
@@ -298,13 +299,20 @@ def fields_of(file: str) -> dict[str, Any]:
         raise InputError(f"config: expected YAML in {where}, found: {error.problem}") from error
     except (OSError, ValueError):
         return {}
-    finally:
-        if stream is not None:
-            stream.close()
     if not isinstance(content, dict):
         kind = "nothing" if content is None else "a list" if isinstance(content, list) else "a value alone"
         raise InputError(f"config: expected fields and their values in {file}, found {kind}")
     return {str(name): value for name, value in content.items()}
+
+
+def values_by_field(arguments: Sequence[str]) -> dict[str, list[Any]]:
+    """Return what flags and files of `--config` give each field, unparsed: it may decide on the config class."""
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    values = defaultdict[str, list[Any]](list)
+    for flag, value in pairwise([*words, ""]):
+        for name, item in (fields_of(value) if flag == "--config" else {flag.removeprefix("--"): value}).items():
+            values[name] += item if isinstance(item, list) else [item]
+    return values
 
 
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
@@ -340,9 +348,6 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] | None =
     130, 143 and 141 for an interrupt, a termination and a closed pipe. The notes of a `KeyboardInterrupt` (`add_note`)
     are printed: they name what was kept. Other exceptions are bugs and propagate.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # a closed stream: its number must not go to a file that we open
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print codes for characters that the terminal lacks
             stream.reconfigure(errors="backslashreplace")

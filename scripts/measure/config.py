@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
@@ -10,7 +10,7 @@ from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
 from draftsmith.scripts.serving.measure.config import GatedSettings, MeasureServerConfig
-from draftsmith.train.cli import Floats, Ints, fields_of, numbers
+from draftsmith.train.cli import Floats, Ints, numbers, values_by_field
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
@@ -119,8 +119,4 @@ def measure_config(arguments: Sequence[str]) -> type[Any]:
 
     A file that cannot be read is left to the parser.
     """
-    words = [part for argument in arguments for part in argument.split("=", 1)]
-    names_server = "--server" in words
-    for flag, file in pairwise([*words, ""]):
-        names_server |= flag == "--config" and "server" in fields_of(file)
-    return MeasureServerConfig if names_server else MeasureConfig
+    return MeasureServerConfig if "server" in values_by_field(arguments) else MeasureConfig

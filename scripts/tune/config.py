@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
-from draftsmith.train.cli import Floats, Ints, fields_of, numbers
+from draftsmith.train.cli import Floats, Ints, numbers, values_by_field
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
@@ -136,15 +135,7 @@ class LoadConfig:
 
 def tune_config(arguments: Sequence[str]) -> type[Any]:
     """Return the config class for these arguments: with `reports` LoadConfig, with a hybrid SwitchConfig."""
-    words = [part for argument in arguments for part in argument.split("=", 1)]
-    values: list[Any] = [value for flag, value in pairwise([*words, ""]) if flag == "--drafter"]
-    reports = "--reports" in words
-    for flag, file in pairwise([*words, ""]):
-        if flag == "--config":
-            fields = fields_of(file)
-            reports |= "reports" in fields
-            drafter = fields.get("drafter")
-            values += drafter if isinstance(drafter, list) else [drafter]
-    if reports:
+    given = values_by_field(arguments)
+    if "reports" in given:
         return LoadConfig
-    return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in values) else TuneConfig
+    return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in given["drafter"]) else TuneConfig
