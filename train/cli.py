@@ -169,6 +169,9 @@ def _parser(cls: type[Any], prog: str | None, whole: bool, helps: bool, brief: b
     )
     training = next((field for field in dataclasses.fields(cls) if field.name == "training"), None)
     parser.add_class_arguments(cls, skip=None if training is None else {"training"})
+    for action in parser._actions if helps else ():
+        if action.dest in FILE_ONLY:
+            action.option_strings, action.help = [action.dest], f"(in --config) {action.help}"
     aliased = _aliases(cls)
     others = parser.add_argument_group("other names of the same fields") if aliased else parser  # below the fields
     for alias in (alias for aliases in aliased.values() for alias in aliases):
@@ -300,7 +303,7 @@ def fields_of(file: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     if not isinstance(content, dict):
-        kind = "nothing" if content is None else "a list" if isinstance(content, list) else "a value alone"
+        kind = KINDS.get(type(content).__name__, "a value")
         raise InputError(f"config: expected fields and their values in {file}, found {kind}")
     return {str(name): value for name, value in content.items()}
 

@@ -42,22 +42,6 @@ def test_help_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_help_groups_the_commands_by_the_stages_of_the_road(capsys):
-    assert cli.main(["--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    stages = [line for line in lines if line in cli.ROAD]
-    assert stages == ["start here", "prepare", "train", "measure", "choose", "deploy", "look inside"]
-    places = [
-        next(place for place, line in enumerate(lines) if line.startswith(f"  {name} ")) for name in cli.summaries()
-    ]
-    assert places == sorted(places)
-    assert (
-        lines.index("train")
-        < next(n for n, line in enumerate(lines) if line.startswith("  distill "))
-        < lines.index("measure")
-    )
-
-
 REFUSAL = """
 import sys
 from draftsmith.scripts import cli

@@ -71,11 +71,6 @@ def config_of(path: Path):
     return OF_FILES.get(path, FOLDERS[path.parts[0]])
 
 
-def test_there_are_configs():
-    assert {path.parts[0] for path in OURS} <= set(FOLDERS)
-    assert len(OURS) >= 2
-
-
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_every_file_lies_in_a_known_folder(path):
     assert len(path.parts) == 2 and path.parts[0] in FOLDERS.keys() | FOREIGN
