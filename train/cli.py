@@ -106,8 +106,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     """Return the values of a config's fields; only `whole` checks `training`, whose class takes long to import."""
     import jsonargparse
 
-    fields = dataclasses.fields(cls)
-    aliased = _aliases(cls)
+    fields, aliased = dataclasses.fields(cls), _aliases(cls)
     switches = {f"--{f.name}" for f in fields if f.type is bool}
     switches |= {f"--{alias.name}" for aliases in aliased.values() for alias in aliases if alias.kind is bool}
     arguments = flags(sys.argv[1:] if argv is None else argv, switches)
@@ -123,9 +122,7 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         if flag == "--config":
             fields_of(file or following)
         elif (name := flag[2:]) in FILE_ONLY and name in (field.name for field in fields):
-            raise InputError(
-                f"{name}: expected it in a file of --config, or as --config '{{{name}: VALUE}}', found a flag"
-            )
+            raise InputError(f"{name}: expected it in --config, in a file or as '{{{name}: VALUE}}', found a flag")
     try:
         parsed = parser.parse_args(arguments)
         for name in (f.name for f in fields if f.name == "training" or dataclasses.is_dataclass(f.type)):
@@ -303,8 +300,8 @@ def fields_of(file: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     if not isinstance(content, dict):
-        kind = KINDS.get(type(content).__name__, "a value")
-        raise InputError(f"config: expected fields and their values in {file}, found {kind}")
+        found = KINDS.get(type(content).__name__, "a value")
+        raise InputError(f"config: expected fields and their values in {file}, found {found}")
     return {str(name): value for name, value in content.items()}
 
 
