@@ -26,6 +26,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.memory import DraftPlan
 from draftsmith.scripts.plan import command
+from draftsmith.scripts.stages import flags_of
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.inside_forward import open_forward
@@ -200,7 +201,7 @@ def pair(pipeline, tokenizer, tmp_path_factory):
 def flags(pair: Path, **options: object) -> list[str]:
     values = {"target": pair / "target", "draft": pair / "draft", "completions": "[c]", "sequence_length": LENGTH}
     values |= {"training.output_dir": pair / "out", "training.per_device_train_batch_size": ROWS}
-    return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
+    return flags_of(values | options)
 
 
 def planned(pair: Path, **options: object) -> DraftPlan:
@@ -370,7 +371,6 @@ def test_bad_input_is_refused_in_one_line(pair, capsys, options, said):
 
 
 def test_a_length_is_needed(pair, capsys):
-    argv = flags(pair)
-    at = argv.index("--sequence_length")
-    assert run(lambda: command.main(argv[:at] + argv[at + 2 :])) == 2
+    argv = [flag for flag in flags(pair) if not flag.startswith("--sequence_length")]
+    assert run(lambda: command.main(argv)) == 2
     assert "sequence_length: expected the tokens of a sample" in capsys.readouterr().err

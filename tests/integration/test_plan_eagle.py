@@ -13,6 +13,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan.command import report
+from draftsmith.scripts.stages import flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.flops import Work
 from draftsmith.train.memory.plan import PROCESS
@@ -35,7 +36,7 @@ def target(tokenizer, tmp_path_factory) -> Path:
 def argv(target: Path, **options: object) -> list[str]:
     values = {"target": target, "completions": "[c]", "sequence_length": LENGTH, "num_steps": STEPS}
     values |= {"loss_chunk": 2**14, "training.per_device_train_batch_size": ROWS}
-    return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
+    return flags_of(values | options)
 
 
 def planned(target: Path, **options: object) -> EaglePlan:

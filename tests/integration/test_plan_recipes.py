@@ -13,6 +13,7 @@ from draftsmith.medusa.heads.memory import MedusaPlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan import command as plan_command
 from draftsmith.scripts.plan.command import report
+from draftsmith.scripts.stages import flags_of
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.flops import Work
 from draftsmith.train.memory.plan import PROCESS
@@ -32,7 +33,7 @@ def target(tokenizer, tmp_path_factory) -> Path:
 
 def argv(target: Path, **options: object) -> list[str]:
     values = {"target": target, "completions": "[c]"} | options
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return flags_of(values)
 
 
 def heads_plan(target: Path, **options: object) -> MedusaPlan:

@@ -14,6 +14,7 @@ from draftsmith.medusa.block.__main__ import train_block
 from draftsmith.medusa.eagle.__main__ import train_heads
 from draftsmith.medusa.mtp.__main__ import train_heads as train_mtp
 from draftsmith.scripts.plan.config import plan_config
+from draftsmith.scripts.stages import flags_of
 from draftsmith.train import launch
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import ahead_positions
@@ -89,7 +90,7 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, models, tmp
     values = paths | {"completions": "[c]", "sequence_length": LENGTH, "loss_chunk": 2**14, "training.use_cpu": True}
     values |= {f"training.per_device_{part}_batch_size": ROWS for part in ("train", "eval")} | options
     values |= {"heldout": "[c]", "training.eval_strategy": "steps", "training.eval_steps": 5}
-    argv = ["--recipe", recipe, *(part for key, value in values.items() for part in (f"--{key}", str(value)))]
+    argv = ["--recipe", recipe, *flags_of(values)]
     plan = parse_config(plan_config(argv), argv).memory_plan()
 
     training = {key.partition(".")[2]: value for key, value in options.items() if key.startswith("training.")}
