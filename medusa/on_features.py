@@ -45,7 +45,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
     feeder: "StateFeeder"
 
     def __init__(self, heads: Any, model: Any, tree: Tree | DynamicTree | None = None, greedy: bool = False):
-        self.heads, self.tree, self.greedy, self.stop = heads.eval(), tree, greedy, None
+        self.heads, self.tree, self.greedy = heads.eval(), tree, greedy
         self.draft_model: PreTrainedModel = model.eval()
         self.wants_features = heads.layer_ids
         self.positions = heads.config.max_position_embeddings + 1  # a text's last token is not fed

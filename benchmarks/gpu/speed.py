@@ -1,8 +1,5 @@
-"""Rounds at real sizes, eager, compiled and in CUDA graphs; and the loss over a vocabulary of 152 thousand tokens."""
+"""Rounds at real sizes, eager and compiled; and the loss over a vocabulary of 152 thousand tokens."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import divergence
@@ -10,7 +7,6 @@ from benchmarks.gpu.shapes import SHARED, random_model
 from benchmarks.gpu.shapes import SIZES as SHAPES
 from benchmarks.timing import methods, options_at, prompts, timed_rounds
 from draftsmith.decode import DraftModelProposer
-from draftsmith.decode.cache import graphs
 from draftsmith.decode.planning.costs import verification_costs
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.train.kinds.drafter import Drafter
@@ -22,7 +18,7 @@ if TYPE_CHECKING:
 LOSSES = ("forward_kl", "tvd", "lk_hybrid")
 SIZES = ("1.7B", "8B")
 """Sizes of the target; the draft has 0.6 B parameters."""
-WAYS = ("eager", "compiled", "graphs")
+WAYS = ("eager", "compiled")
 DRAFT_LENGTH, PROMPT, NEW_TOKENS, REPEATS = 4, 64, 64, 3
 
 
@@ -44,11 +40,10 @@ def rounds(size: str, way: str, place: "Place") -> dict[str, Any]:
     compiled = way != "eager"
     options = options_at(0.0, NEW_TOKENS if place.full else 24) | {"compiled": compiled}
     ids = prompts(range(2, 2 + PROMPT), 1).to(place.device)
-    with _graphs(way == "graphs"):
-        timed = timed_rounds(methods(target, [drafter], ids, options), REPEATS if place.full else 1)
-        context = PROMPT + NEW_TOKENS // 2
-        verify = verification_costs(target, 1, context, (1, 1 + DRAFT_LENGTH), repeats=20, compiled=compiled)
-        (step,) = verification_costs(draft, 1, context, (1,), repeats=20, compiled=compiled).values()
+    timed = timed_rounds(methods(target, [drafter], ids, options), REPEATS if place.full else 1)
+    context = PROMPT + NEW_TOKENS // 2
+    verify = verification_costs(target, 1, context, (1, 1 + DRAFT_LENGTH), repeats=20, compiled=compiled)
+    (step,) = verification_costs(draft, 1, context, (1,), repeats=20, compiled=compiled).values()
     forwards = {"plain": verify[1], "draft": verify[1 + DRAFT_LENGTH] + DRAFT_LENGTH * step}
     figures: dict[str, Any] = {}
     for name, seconds in forwards.items():
@@ -58,17 +53,3 @@ def rounds(size: str, way: str, place: "Place") -> dict[str, Any]:
             "outside_share": 1 - 1e3 * seconds / timed[name]["round_ms"],
         }
     return figures
-
-
-@contextmanager
-def _graphs(on: bool) -> Iterator[None]:
-    """Run compiled forwards as CUDA graphs, or not."""
-    before = os.environ.get(graphs.FLAG)
-    os.environ[graphs.FLAG] = str(int(on))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[graphs.FLAG]
-        else:
-            os.environ[graphs.FLAG] = before

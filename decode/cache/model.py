@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import ALIBI, parameters_of, runs_in_programs
 from draftsmith.decode.cache.features import Features, collect_states
@@ -96,7 +95,6 @@ class CachedModel:
             self._ready: dict[tuple[Hashable, ...], Program] = {}  # by name, and the names of further inputs
             self._chains: dict[tuple[int, int, int], list[Tensor]] = {}
             self._ranges: dict[int, Tensor] = {}
-            self._in_graphs = graphs.enabled(self._device)
             self._last_position = torch.tensor(self._last, device=self._device)
         self._range = torch.arange(slots, device=self._device)
         # Windows are counted in positions, and a tree's tokens have slots that differ from their positions.
@@ -377,9 +375,7 @@ class CachedModel:
             layer.rewind(slots, reach)
         end = max(slots.host) + reach
         extras = [*further.values(), *([] if self._positions is None else [self._positions])]
-        # Few different numbers of slots: a multiple of STEP, or in graphs, which keep one shape each, a power of two.
-        wide = max(graphs.FEWEST_SLOTS, 1 << (end - 1).bit_length()) if self._in_graphs else -(-end // STEP) * STEP
-        count = min(self._slots, wide)
+        count = min(self._slots, -(-end // STEP) * STEP)
         if count not in self._ranges:
             self._ranges[count] = self._range[:count]
         all_inputs = [

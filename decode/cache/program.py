@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode import clock
-from draftsmith.decode.cache import graphs
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.features import collect_states
 from draftsmith.decode.cache.forward import Forward
@@ -92,10 +91,6 @@ class Program:
                         _write(export_program(forward, example, weights), forward, path)
                     self._load(path, device)
         clock.PROGRAMS.append(time.perf_counter() - begin)
-        self._graphs: graphs.Graphs | None = None
-        if graphs.enabled(device):
-            axes = flatten(forward.axes(example))
-            self._graphs = graphs.Graphs(self._loader.run, ["s" in symbols.values() for symbols in axes])
         self.use(weights)
 
     def _load(self, path: Path, device: torch.device) -> None:
@@ -110,23 +105,13 @@ class Program:
         }
         self._held = constants  # keeps them alive, since the program has pointers only
         self._loader.load_constants(constants, False, True, True)
-        if self._graphs is not None:
-            self._graphs.clear()
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
         """Run the program with the inputs of its `Forward`."""
-        return self._run(*inputs)
-
-    def _run(self, *inputs: Any) -> list[Tensor]:
-        return (self._graphs or self._loader.run)(flatten(inputs))  # type: ignore[no-any-return]
-
-
-def flatten(nested: Sequence[Any]) -> list[Any]:
-    """Return a program's inputs, or values for each input, without inner lists."""
-    flat: list[Any] = []
-    for value in nested:
-        flat += value if isinstance(value, list) else [value]
-    return flat
+        flat: list[Any] = []
+        for value in inputs:
+            flat += value if isinstance(value, list) else [value]
+        return self._loader.run(flat)  # type: ignore[no-any-return]
 
 
 class Programs:

@@ -27,22 +27,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CopiedDraft:
-    """A copied draft, possibly empty."""
+    """A copied chain, possibly empty."""
 
     tokens: Sequence[int]
-    tree: Tree
     evidence: Evidence
 
     def proposal(self, like: Tensor) -> Proposal:
         """Return it as a proposal, with the dtype and device of `like`."""
-        return Proposal(like.new_tensor(self.tokens), None, self.tree)
-
-    def cut(self, depth: int) -> "CopiedDraft":
-        """Return it without the nodes deeper than `depth`."""
-        if depth >= self.tree.depth:
-            return self
-        tree, nodes = self.tree.pruned(depth)
-        return CopiedDraft([self.tokens[node] for node in nodes], tree, self.evidence)
+        return Proposal(like.new_tensor(self.tokens), None, Tree.chain(len(self.tokens)))
 
 
 Finder = Callable[[np.ndarray, int], CopiedDraft]
@@ -109,7 +101,8 @@ class CopyProposer(Proposer):
             else:  # search once at the greatest length and cut
                 if id(text) not in longest:
                     longest[id(text)] = self.drafts_by_start(text, task.draft_length)
-                copies = [copied.cut(draft_length) for copied in longest[id(text)]]
-            return [(copied.tokens, copied.tree) for copied in copies]
+                copies = longest[id(text)]
+            chains = [copied.tokens[:draft_length] for copied in copies]
+            return [(tokens, Tree.chain(len(tokens))) for tokens in chains]
 
         return replay_deterministic(texts, distributions, task.vocab_size, drafts)

@@ -1,6 +1,6 @@
 """Drafts of a small causal LM."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -38,13 +38,6 @@ from draftsmith.decode.replay.texts import (
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
-Stop = Callable[[Tensor], bool]  # the next token's q, (V,) → whether drafting stops before the token is drawn
-
-
-def stop_below_confidence(level: float) -> Stop:
-    """Return a rule that stops where max q < level."""
-    return lambda q: bool(q.max() < level)
-
 
 class DraftModelProposer(Proposer):
     """A proposer that uses a causal LM with the target's tokenizer (Leviathan et al. 2023; Chen et al. 2023).
@@ -52,10 +45,10 @@ class DraftModelProposer(Proposer):
     If the padding of the two heads differs, the draft's logits are cut to the target's width, or missing entries get
     probability zero.
 
-    Without a `tree` it drafts chains, which `stop` may end early. A `Tree` is the shape of every draft; its siblings
-    are the most likely tokens at T=0, and are drawn without replacement under sampling. A `DynamicTree` grows anew each
-    round. `greedy` drafts the most likely tokens under sampling too, as vLLM does by default; this is lossless, and a
-    token is accepted with probability p(argmax q) instead of Σ_v min(p, q).
+    Without a `tree` it drafts chains. A `Tree` is the shape of every draft; its siblings are the most likely tokens at
+    T=0, and are drawn without replacement under sampling. A `DynamicTree` grows anew each round. `greedy` drafts the
+    most likely tokens under sampling too, as vLLM does by default; this is lossless, and a token is accepted with
+    probability p(argmax q) instead of Σ_v min(p, q).
 
     A drafter whose model takes other inputs has a `Feeder` of its own, which `make_feeder` returns. One that drafts in
     another way overrides `draft`. `most_fed`, `most_steps` and `fits_programs` are the other methods that differ.
@@ -65,7 +58,6 @@ class DraftModelProposer(Proposer):
         self,
         draft_model: PreTrainedModel,
         tree: Tree | DynamicTree | None = None,
-        stop: Stop | None = None,
         greedy: bool = False,
     ):
         check_rollback(draft_model, "draft model")
@@ -74,11 +66,9 @@ class DraftModelProposer(Proposer):
                 "draft model: expected its head cut to the tokens that it learned to draft, found a whole one; "
                 "draftsmith.decode.cut_head cuts it"
             )
-        if tree is not None and stop is not None:
-            raise InputError("stop: expected a chain, whose length it decides, found a tree")
         if tree is not None and follows_one_path(draft_model.config):
             raise InputError(f"tree: expected a chain, found a tree, which {type(draft_model).__name__} cannot follow")
-        self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy
+        self.draft_model, self.tree, self.greedy = draft_model, tree, greedy
         self.positions = positions_of(draft_model.config)
 
     def start(self, task: DraftTask) -> int:
@@ -122,12 +112,8 @@ class DraftModelProposer(Proposer):
 
     def fits_programs(self, task: DraftTask) -> bool:
         """Return whether programs can draft: rows are alike, and no rule inspects tokens meanwhile."""
-        if (
-            not runs_in_programs(self.draft_model)
-            or self.stop is not None
-            or not self.task.draw_siblings
-            or isinstance(self.tree, DynamicTree)
-        ):
+        grows = isinstance(self.tree, DynamicTree)
+        if grows or not runs_in_programs(self.draft_model) or not self.task.draw_siblings:
             return False
         if self.tree is not None and self.tree.pruned(task.draft_length)[0].depth > self.most_steps:
             return False
@@ -192,9 +178,9 @@ class DraftModelProposer(Proposer):
         self.samplers = [self.samplers[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse drafts that grow or stop early, and trees under sampling."""
-        if isinstance(self.tree, DynamicTree) or self.stop is not None:
-            return "replay: expected drafts of one shape, found some that grow or stop: decode them"
+        """Refuse drafts that grow, and trees under sampling."""
+        if isinstance(self.tree, DynamicTree):
+            return "replay: expected drafts of one shape, found some that grow: decode them"
         if self.tree is not None and do_sample:
             return "replay: expected chains under sampling, found a tree: decode with it"
         return None
@@ -279,15 +265,13 @@ class DraftModelProposer(Proposer):
             survival.begin(draft_lengths)
         for step in range(max(draft_lengths)):
             scores = scores_of_rows(samplers, logits, texts)
-            if drawn or self.stop or self.wants_confidence:
+            if drawn or self.wants_confidence:
                 distributions.append(scores.softmax(-1))
             if survival is not None and not survival.keeps(step, distributions[-1].amax(-1).tolist()):
                 lengths = [min(k, step) for k in lengths]
                 break  # the last token was fed for nothing
-            for row in range(len(texts)) if self.stop or samplers[0].asks_user else ():
-                # The rule sees q, never the token: else acceptance would not be independent of the stop.
-                barred = samplers[0].asks_user and bool(scores[row].isneginf().all())  # there is nothing to draft
-                if active[row] and (barred or (self.stop is not None and self.stop(distributions[-1][row]))):
+            for row in range(len(texts)) if samplers[0].asks_user else ():
+                if active[row] and bool(scores[row].isneginf().all()):  # there is nothing to draft
                     active[row], lengths[row] = False, step
             tokens.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
             active = [alive and step + 1 < k for alive, k in zip(active, lengths, strict=True)]

@@ -14,7 +14,6 @@ from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Eviden
 from draftsmith.decode.replay.batch_replay import BatchReplay, StartRounds, counts_of_rounds, overlap_by_start
 from draftsmith.decode.replay.texts import AtTokens, WrittenText
 from draftsmith.decode.rows import host_tokens
-from draftsmith.decode.tree import ROOT, Tree
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,8 @@ class HybridProposer(Proposer):
     and replay is exact. The last drafter drafts nothing in a round of another; the tokens that its cache then lacks are
     fed when it drafts again.
 
-    All drafters but the last are `CopyProposer`s, which know the evidence before they draft. `graft` adds the copied
-    tokens that the switch takes to the last drafter's tree, as a branch. `last_length` limits the drafts of the last
-    drafter, which pays for each token while copies are free.
+    All drafters but the last are `CopyProposer`s, which know the evidence before they draft. `last_length` limits the
+    drafts of the last drafter, which pays for each token while copies are free.
 
     Raises:
         InputError: fewer than two drafters, a first drafter that does not copy, or `last_length` below 1.
@@ -53,7 +51,6 @@ class HybridProposer(Proposer):
         self,
         drafters: Sequence[Proposer],
         switch: Callable[[Evidence], bool] = Switch(),
-        graft: bool = False,
         last_length: int | None = None,
     ):
         if len(drafters) < 2:
@@ -69,7 +66,7 @@ class HybridProposer(Proposer):
             self.first.append(drafter)
         if last_length is not None and last_length < 1:
             raise InputError(f"hybrid: expected a last draft of at least 1 token, found {last_length}")
-        self.switch, self.graft, self.last_length = switch, graft, last_length
+        self.switch, self.last_length = switch, last_length
         self.wants_hidden, self.wants_features = self.last.wants_hidden, self.last.wants_features
         self._replays = _DrafterReplays()
 
@@ -84,32 +81,30 @@ class HybridProposer(Proposer):
 
     def with_switch(self, switch: Callable[[Evidence], bool], last_length: int | None = None) -> Self:
         """Return the same drafters with another switch; both share the drafters' replays."""
-        other = type(self)(self.drafters, switch, self.graft, last_length)
+        other = type(self)(self.drafters, switch, last_length)
         other._replays = self._replays
         return other
 
     def start(self, task: DraftTask) -> int:
         """Begin with all drafters, and return the greatest number of tokens of a draft."""
-        self._vocab_size, task = task.vocab_size, replace(task, survival=None)
+        task = replace(task, survival=None)
         copied = max(drafter.start(task) for drafter in self.first)
         # Programs draft to the depth of their task, so the last drafter's task has its own length.
         last_task = replace(
             task, draft_length=self._last_draft_length(task.draft_length), round_length=task.draft_length
         )
-        last = self.last.start(last_task)
-        return copied + last if self.graft else max(copied, last)
+        return max(copied, self.last.start(last_task))
 
     def nodes(self, draft_length: int) -> int:
         """Return the number of tokens of the largest draft."""
         copied = max(drafter.nodes(draft_length) for drafter in self.first)
-        last = self.last.nodes(self._last_draft_length(draft_length))
-        return copied + last if self.graft else max(copied, last)
+        return max(copied, self.last.nodes(self._last_draft_length(draft_length)))
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft for each row with the drafter that the switch takes."""
         copies = self._copies(contexts, draft_lengths)
         rows = zip(copies, draft_lengths, strict=True)
-        last_lengths = [self._last_draft_length(k) if self.graft or not copy else 0 for copy, k in rows]
+        last_lengths = [0 if copy else self._last_draft_length(k) for copy, k in rows]
         drafts = self.last.propose(contexts, last_lengths)
         last = len(self.first)
         if not any(copies):
@@ -119,8 +114,6 @@ class HybridProposer(Proposer):
         for context, draft, copy in zip(contexts, drafts, copies, strict=True):
             if not copy:
                 mixed.append(replace(draft, source=last))
-            elif self.graft:
-                mixed.append(replace(graft_copy(draft, copy[1], self._vocab_size), source=last))
             else:
                 mixed.append(replace(copy[1].proposal(context), source=copy[0]))
         return mixed
@@ -136,9 +129,7 @@ class HybridProposer(Proposer):
             drafter.select(rows)
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse grafts, whose tokens depend on the draft, and replays that the last drafter refuses."""
-        if self.graft:
-            return "replay: expected drafters that take turns, found copies as a branch of another's tree: decode them"
+        """Refuse replays that the last drafter refuses."""
         return self.last.replay_refusal(do_sample)
 
     def replay(
@@ -232,28 +223,3 @@ def _select_rounds(source_N: Tensor, members: Sequence[StartRounds]) -> StartRou
         return torch.stack(padded)[source_N, torch.arange(len(source_N))]
 
     return StartRounds(select("acceptance"), select("widths").long())
-
-
-def graft_copy(draft: Proposal, copied: CopiedDraft, vocab_size: int) -> Proposal:
-    """Return a draft with a copied chain or tree as an additional branch; a common beginning is there once."""
-    tokens, parents, nodes = draft.tokens.tolist(), list(draft.tree.parents), {ROOT: ROOT}
-    children: dict[tuple[int, int], int] = {}
-    for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
-        children.setdefault((parent, token), node)
-    # A copied token follows its siblings and has a one-hot q. It is left out where a sibling is the same token, and its
-    # children go to that sibling. So whether it is drafted depends on tokens drawn before it, never on itself, as the
-    # rule demands.
-    for node, (token, parent) in enumerate(zip(copied.tokens, copied.tree.parents, strict=True)):
-        new_parent = nodes[parent]
-        if (new_parent, token) not in children:
-            children[new_parent, token] = len(tokens)
-            tokens.append(token)
-            parents.append(new_parent)
-        nodes[node] = children[new_parent, token]
-    q, confidence, count = draft.dense(vocab_size).probabilities, draft.confidence, len(tokens) - len(draft.tokens)
-    added = draft.tokens.new_tensor(tokens[len(draft.tokens) :])
-    if q is not None:
-        q = torch.cat([q, q.new_zeros(count, vocab_size).scatter_(1, added[:, None], 1.0)])
-    if confidence is not None:
-        confidence = torch.cat([confidence, confidence.new_ones(count)])
-    return Proposal(torch.cat([draft.tokens, added]), q, Tree(tuple(parents)), confidence)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import at_least
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
@@ -26,7 +26,7 @@ class NgramPool:
     token is dropped first.
     """
 
-    def __init__(self, per_token: int, tokens: int):
+    def __init__(self, per_token: int, tokens: int = 4096):
         self.per_token, self.tokens = per_token, tokens
         self._continuations: dict[int, list[tuple[int, ...]]] = {}
 
@@ -61,20 +61,19 @@ class LookaheadProposer(Proposer):
     Column j of the window is a branch of the tree: the first j + 1 tokens of level 0, then its tokens of levels 1 to
     N − 2. For a draft length γ the window has W = γ − (N − 2) columns, and no branch is deeper than γ. If γ < N − 1,
     N is γ + 1. The draft is deterministic; branches with a common beginning share its nodes. At most G = `guesses`
-    N-grams are drafted in a round (section 3.2), and pooled for each of at most `pool_tokens` first tokens.
+    N-grams are drafted in a round (section 3.2), and pooled for each first token.
     """
 
-    def __init__(self, ngram: int = 3, guesses: int = 4, pool_tokens: int = 4096):
-        for name, value, least in (("ngram", ngram, 2), ("guesses", guesses, 1), ("pool_tokens", pool_tokens, 1)):
-            if value < least:
-                raise InputError(f"{name}: expected at least {least}, found {value}")
-        self.ngram, self.guesses, self.pool_tokens = ngram, guesses, pool_tokens
+    def __init__(self, ngram: int = 3, guesses: int = 4):
+        at_least(2).check("ngram", ngram)
+        at_least(1).check("guesses", guesses)
+        self.ngram, self.guesses = ngram, guesses
 
     def start(self, task: DraftTask) -> int:
         """Begin with empty pools, and return the greatest number of nodes of window and guesses."""
         self._n = min(self.ngram, task.draft_length + 1)
         self._window = task.draft_length - (self._n - 2)
-        self._rows = [_Window(NgramPool(self.guesses, self.pool_tokens)) for _ in task.generators]
+        self._rows = [_Window(NgramPool(self.guesses)) for _ in task.generators]
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:

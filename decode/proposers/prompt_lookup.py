@@ -13,7 +13,6 @@ from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Eviden
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import Tree
 
 
 class PromptLookupProposer(CopyProposer):
@@ -55,8 +54,7 @@ class PromptLookupProposer(CopyProposer):
 
     def _find(self, text: np.ndarray, draft_length: int) -> CopiedDraft:
         place, match = self._continuation(text, draft_length)
-        tokens = text[place]
-        return CopiedDraft(tokens.tolist(), Tree.chain(len(tokens)), Evidence(match, inf if match else 0.0, len(text)))
+        return CopiedDraft(text[place].tolist(), Evidence(match, inf if match else 0.0, len(text)))
 
     def _continuation(self, text: np.ndarray, draft_length: int) -> tuple[slice, int]:
         """Return the slice of the text, (T,), that followed the match, and the match's length, 0 without a match."""

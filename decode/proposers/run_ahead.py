@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
-from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
+from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import Tree
 
@@ -33,18 +33,15 @@ class RunAheadProposer(DraftModelProposer):
     It saves u·γ draft steps a round if a share u of rounds uses the draft made ahead. It pays only if the draft has a
     processor of its own. Both threads compete for the interpreter's lock, which small models hold most of the time.
 
-    `threads` are the CPU threads of the draft that runs ahead; the target has the caller's (`torch.set_num_threads`).
-    `num_ahead` counts the rounds in which the draft ran ahead, and `num_used` those that used its draft.
+    On a CPU it runs in one thread; the target has the caller's (`torch.set_num_threads`). `num_ahead` counts the rounds
+    in which the draft ran ahead, and `num_used` those that used its draft.
 
     Raises:
-        InputError: `threads` below 1; in `start`, several rows or compiled forwards.
+        InputError: in `start`, several rows or compiled forwards.
     """
 
-    def __init__(self, draft_model: PreTrainedModel, stop: Stop | None = None, threads: int = 1):
-        super().__init__(draft_model, stop=stop)
-        if threads < 1:
-            raise InputError(f"threads: expected at least 1, found {threads}")
-        self.threads = threads
+    def __init__(self, draft_model: PreTrainedModel):
+        super().__init__(draft_model)
         self.num_ahead = self.num_used = 0
         self._ahead: _AheadThread | None = None
 
@@ -85,7 +82,7 @@ class RunAheadProposer(DraftModelProposer):
         # Leave room for the guess, and for the token that the target adds after the next draft.
         count = min(length, self.task.max_length - len(drafted) - 2)
         if count > 0 and len(draft.tokens):
-            self._ahead = _AheadThread(self._draft_token, drafted, 1 + count, self.threads)
+            self._ahead = _AheadThread(self._draft_token, drafted, 1 + count)
             self._ahead.start()
             self.num_ahead += 1
         return [draft.to(context.device)]
@@ -137,10 +134,10 @@ class RunAheadProposer(DraftModelProposer):
 class _AheadThread(threading.Thread):
     """A thread that drafts a guess and a chain after `text`, a token at a time, until it is cancelled."""
 
-    def __init__(self, draft_token: Callable[[Tensor], Proposal], text: Tensor, count: int, threads: int):
+    def __init__(self, draft_token: Callable[[Tensor], Proposal], text: Tensor, count: int):
         super().__init__(name="draft-ahead")
         self.text = text
-        self._draft_token, self._count, self._threads = draft_token, count, threads
+        self._draft_token, self._count = draft_token, count
         self._callers_threads = torch.get_num_threads()
         self._parts: list[Proposal] = []
         self._settled = False
@@ -149,7 +146,7 @@ class _AheadThread(threading.Thread):
 
     def run(self) -> None:
         # The setting is also the default of threads that start later, so it is restored at the end.
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(1)
         try:
             with torch.inference_mode():
                 self._draft()
@@ -163,7 +160,7 @@ class _AheadThread(threading.Thread):
         while len(self._parts) < self._count and not self._is_useless:
             draft = self._draft_token(text)
             self._parts.append(draft)
-            if not len(draft.tokens):  # the stop rule ended the chain
+            if not len(draft.tokens):  # a drafted token ended the text
                 return
             text = torch.cat([text, draft.tokens])
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Proposal, StatelessProposer
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start
 from draftsmith.decode.replay.rounds import overlap
@@ -17,26 +16,12 @@ from draftsmith.decode.tree import Tree
 class BlindProposer(StatelessProposer):
     """A proposer of unigram frequencies, the baseline for all drafters.
 
-    At T=0 it repeats the most frequent token, by the smallest id among equals. Under sampling it draws each token from
-    the frequencies, which are q: they are not warped as p is. `frequencies` are non-negative frequencies or counts,
-    (V,) or fewer; None counts the row's text so far, prompt included.
-
-    Raises:
-        InputError: an invalid vector; in `start`, one wider than the target's vocabulary.
+    At T=0 it repeats the most frequent token of the row's text so far, prompt included, the first of equals. Under
+    sampling it draws each token from the frequencies, which are q: they are not warped as p is.
     """
-
-    def __init__(self, frequencies: Tensor | None = None):
-        if frequencies is not None:
-            if frequencies.ndim != 1:
-                raise InputError(f"frequencies: expected a vector (V,), found shape {tuple(frequencies.shape)}")
-            if not bool(torch.isfinite(frequencies).all()) or bool((frequencies < 0).any()) or not frequencies.any():
-                raise InputError("frequencies: expected finite values ≥ 0, not all zero, found others")
-        self.frequencies = frequencies
 
     def start(self, task: DraftTask) -> int:
         """Begin with new rows."""
-        if self.frequencies is not None and len(self.frequencies) > task.vocab_size:
-            raise InputError(f"frequencies: expected at most V = {task.vocab_size}, found {len(self.frequencies)}")
         self._generators = list(task.generators)
         return super().start(task)
 
@@ -88,10 +73,5 @@ class BlindProposer(StatelessProposer):
     def _distribution(self, context: Tensor) -> Tensor:
         """Return q, (V,) float64."""
         # In float32 it would not sum to 1, so the returned q and the one that is drawn from would differ.
-        size = self.task.vocab_size
-        if self.frequencies is None:
-            counts = torch.bincount(context, minlength=size)
-        else:
-            counts = self.frequencies.to(context.device)
-            counts = torch.nn.functional.pad(counts, (0, size - len(counts)))
+        counts = torch.bincount(context, minlength=self.task.vocab_size)
         return counts.double() / counts.sum(dtype=torch.float64)

@@ -33,7 +33,6 @@ from draftsmith.decode import (
 from draftsmith.decode.cache import program
 from draftsmith.decode.measurement.exactness import first_mismatch
 from draftsmith.decode.proposers import draft_model
-from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.medusa import BlockProposer, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
 
@@ -423,14 +422,6 @@ def test_lossy_rules_write_the_eager_tokens(untraced, shape, rule):
         same(compiled, eager)
         assert compiled.departure.total_variation == pytest.approx(eager.departure.total_variation, abs=1e-4)
     assert kinds(untraced) == {"BlockForward"}
-
-
-@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
-def test_drafts_that_stop_write_the_eager_tokens(untraced, options):
-    drafter = DraftModelProposer(draft(), stop=stop_below_confidence(0.05))
-    out = both(drafter, options, draft_length=4)
-    assert 0 < out.counts.num_draft_tokens_per_pos[1] < out.counts.num_draft_tokens_per_pos[0]
-    assert "ModelDraftForward" not in kinds(untraced)
 
 
 @pytest.mark.parametrize(("tree", "options"), [(None, PLAIN), (TREE, GREEDY)], ids=["chain, T=1", "tree, T=0"])

@@ -17,7 +17,6 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
 
@@ -125,18 +124,6 @@ def test_the_librarys_own_door_takes_batches(target, draft):
     options = {"proposer": DraftModelProposer(draft), "draft_length": 3, "rule": "exact"}
     out = target.generate(ids, attention_mask=mask, custom_generate=speculative_decode, **options, **GREEDY)
     assert torch.equal(out, plain)
-
-
-def test_stopping_a_draft_early_is_lossless_and_saves_drafted_tokens(target, draft):
-    stop, (ids, mask) = stop_below_confidence(0.05), batch(3, 7, 5)
-    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
-    fixed = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=6, **GREEDY)
-    out = speculative_generate(target, DraftModelProposer(draft, stop=stop), ids, mask, draft_length=6, **GREEDY)
-    assert torch.equal(out.sequences, plain)
-    assert 0 < out.counts.num_draft_tokens < fixed.counts.num_draft_tokens
-    assert out.counts.draft_acceptance_rate() > fixed.counts.draft_acceptance_rate()
-    with pytest.raises(InputError, match="stop: expected a chain"):
-        DraftModelProposer(draft, tree=DynamicTree(), stop=stop)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 0}, {"repetition_penalty": 1.3}, {"do_sample": False}])

@@ -270,7 +270,7 @@ DRAFTERS = {
     "growing tree": lambda target, draft: DraftModelProposer(draft, DynamicTree(3, 9)),
     "ahead": lambda target, draft: RunAheadProposer(draft),
     "copies": lambda target, draft: PromptLookupProposer(),
-    "hybrid": lambda target, draft: HybridProposer([PromptLookupProposer(), DraftModelProposer(draft)], graft=True),
+    "hybrid": lambda target, draft: HybridProposer([PromptLookupProposer(), DraftModelProposer(draft)]),
     "lookahead": lambda target, draft: LookaheadProposer(),
     "medusa": lambda target, draft: MedusaProposer(MedusaHeads.of_target(target, 3), TREE),
     "eagle": lambda target, draft: EagleProposer(EagleHeads.of_target(target), TREE),

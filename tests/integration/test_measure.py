@@ -667,15 +667,6 @@ def test_a_drafter_can_have_a_draft_length_of_its_own(root, tmp_path):
     assert all(run["speedup_over"] is None for run in report["runs"][:-1])
 
 
-def test_where_both_draft_there_are_no_turns_and_nothing_to_replay(root, tmp_path):
-    drafter = f"hybrid:prompt_lookup+{root / 'draft'}@graft"
-    report = checked(root, tmp_path, drafter=[drafter], measure_costs=True, limit=2)
-    (run,) = report["runs"]
-    assert report["failures"] == [] and run["replay"] is None and report["curves"] == []
-    assert run["predicted_speedup"]["value"] > 0
-    assert report["costs"]["tables"][0]["drafters"].keys() == {"hybrid"}
-
-
 def test_rejections_add_up(measured, tokenizer):
     report, decoded = measured
     rejections = report["rejections"]

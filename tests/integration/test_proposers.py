@@ -21,7 +21,6 @@ from draftsmith.decode.proposers.unigram import BlindProposer
 PROPOSERS = {
     "lookup": lambda target: PromptLookupProposer(),
     "blind": lambda target: BlindProposer(),
-    "blind-given": lambda target: BlindProposer(torch.arange(97)),
     "lookahead": lambda target: LookaheadProposer(),
     "lookahead-long": lambda target: LookaheadProposer(ngram=5, guesses=2),
     "early-exit": lambda target: DraftModelProposer(early_exit(target, 2)),

@@ -350,7 +350,6 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
             ["--drafter", "prompt_lookup"],
             "drafter: expected a draft model, which drafts without the target, found n-grams",
         ),
-        (["--drafter", "hybrid:suffix+prompt_lookup@graft"], "drafter: expected drafters that take turns"),
         (
             ["--draft", "TINY", "--draft-lengths", "d"],
             "draft_lengths: expected a file that `measure` wrote at d, found",

@@ -310,7 +310,7 @@ def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, to
         ("hybrid:suffix", "drafter: expected hybrid:FIRST+LAST, drafters with + between them, found hybrid:suffix"),
         (
             "hybrid:suffix+unigram@match=x",
-            "drafter: expected match=TOKENS, score=TOKENS, last=TOKENS or graft after @, found match=x",
+            "drafter: expected match=TOKENS, score=TOKENS or last=TOKENS after @, found match=x",
         ),
         ("hybrid:suffix+unigram@last=0", "drafter: expected last=TOKENS of at least 1 after @, found 0"),
         ("hybrid:suffix+hybrid:a+b", "drafter: expected no hybrid inside of one"),

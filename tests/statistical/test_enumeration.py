@@ -34,7 +34,6 @@ from draftsmith.decode import DraftModelProposer, DynamicTree, RunAheadProposer,
 from draftsmith.decode.cache.layers import IndexedLayer
 from draftsmith.decode.cache.states import StateLayer
 from draftsmith.decode.proposers import draft_tree, run_ahead
-from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.rules import acceptance, judged, verification
 from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
 
@@ -139,14 +138,6 @@ def test_every_text_has_the_targets_probability(llama, monkeypatch, shape, setti
     for law, expected in zip(written, wanted, strict=True):
         assert difference(law, expected) < ROUNDING
     assert alone or any(0.02 < share < 0.98 for share in accepted), accepted  # drafts fail and stand
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_draft_that_stops_leaves_the_law(target, setting):
-    """Alone: in a batch a row that has stopped goes on drawing for nothing while others draft."""
-    proposer = DraftModelProposer(tiny_gpt2(1, names=3), stop=stop_below_confidence(0.5))
-    (law,), (wanted,), _ = laws(target, proposer, setting, PROMPTS[:1], width=1)
-    assert difference(law, wanted) < ROUNDING
 
 
 class Unwarped(DraftModelProposer):

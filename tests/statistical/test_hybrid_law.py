@@ -14,27 +14,19 @@ from draftsmith.medusa.eagle.proposer import EagleProposer
 LOOSE = Switch(match=1)
 
 
-def suffix(nodes=None):
-    return SuffixProposer(min_match=1, nodes=nodes)
+def suffix():
+    return SuffixProposer(min_match=1)
 
 
 HYBRIDS = {
     "lookup, draft": lambda target: HybridProposer([PromptLookupProposer(), DraftModelProposer(near(target))], LOOSE),
-    "suffix tree, draft tree": lambda target: HybridProposer(
-        [suffix(nodes=2), DraftModelProposer(near(target, 3), TREE)], LOOSE
-    ),
+    "suffix, draft tree": lambda target: HybridProposer([suffix(), DraftModelProposer(near(target, 3), TREE)], LOOSE),
     "suffix, eagle": lambda target: HybridProposer([suffix(), EagleProposer(eagle(target))], LOOSE),
     "suffix, medusa": lambda target: HybridProposer(
         [suffix(), MedusaProposer(medusa(target), Tree.chain(2))], Switch(match=1, score=0.6)
     ),
     "suffix, lookup, draft": lambda target: HybridProposer(
         [suffix(), PromptLookupProposer(), DraftModelProposer(near(target))], lambda evidence: evidence.match > 1
-    ),
-    "lookup grafted on a draft": lambda target: HybridProposer(
-        [PromptLookupProposer(), DraftModelProposer(near(target))], LOOSE, graft=True
-    ),
-    "suffix grafted on eagle's tree": lambda target: HybridProposer(
-        [suffix(), EagleProposer(eagle(target, names=None), TREE)], LOOSE, graft=True
     ),
 }
 

@@ -20,7 +20,7 @@ class Traced(program.Program):
     def use(self, weights):
         raise NotImplementedError
 
-    def _run(self, *inputs):
+    def __call__(self, *inputs):
         return self._forward(*inputs)
 
 

@@ -228,31 +228,18 @@ SPECIMENS: dict[str, Specimen] = {
     ),
     "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
     "suffix": Specimen(
-        {
-            "chain": lambda target: SuffixProposer(min_match=1),
-            "tree": lambda target: SuffixProposer(min_match=1, nodes=few(target) or 6),
-        },
+        {"chain": lambda target: SuffixProposer(min_match=1)},
         argument=":1",
         confident=False,
     ),
     "lookahead": Specimen({"chain": lambda target: LookaheadProposer()}, confident=False),
-    "unigram": Specimen(
-        {
-            "of the text": lambda target: BlindProposer(),
-            "given": lambda target: BlindProposer((torch.arange(target.config.vocab_size) * 5 % 7 % 3)[:-1]),
-        }
-    ),
+    "unigram": Specimen({"of the text": lambda target: BlindProposer()}),
     "early_exit": Specimen({"chain": lambda target: DraftModelProposer(early_exit(target, 1))}, argument=":1"),
     "hybrid": Specimen(
         {
             "lookup, draft": lambda target: HybridProposer([PromptLookupProposer(), DraftModelProposer(near(target))]),
             "suffix, eagle's tree": lambda target: HybridProposer(
                 [SuffixProposer(min_match=1), EagleProposer(eagle(target, named_tokens(target)), TREE)], Switch(match=1)
-            ),
-            "suffix grafted on heads": lambda target: HybridProposer(
-                [SuffixProposer(min_match=1), MedusaProposer(medusa(target), Tree.chain(2))],
-                Switch(match=1),
-                graft=True,
             ),
         },
         argument=":suffix:1+prompt_lookup+early_exit:1@match=2",

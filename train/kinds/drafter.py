@@ -59,10 +59,10 @@ class Drafter:
 
     @property
     def members(self) -> "dict[str, Proposer]":
-        """The drafters that take turns, in order, by name; empty for other drafters, and where all draft together."""
+        """The drafters that take turns, in order, by name; empty for other drafters."""
         from draftsmith.decode.proposers.hybrid import HybridProposer
 
-        if not isinstance(self.proposer, HybridProposer) or self.proposer.graft:
+        if not isinstance(self.proposer, HybridProposer):
             return {}
         return dict(zip(self.sources, self.proposer.drafters, strict=True))
 

@@ -11,7 +11,7 @@ from draftsmith.train.kinds.kind import DrafterKind
 if TYPE_CHECKING:
     from draftsmith.decode.proposers.hybrid import HybridProposer, Switch
 
-AND, AT, GRAFT = "+", "@", "graft"
+AND, AT = "+", "@"
 Parse = Callable[[str], tuple[str | None, DrafterKind, str | None]]
 """The parser of a value of `--drafter` into name, kind and argument."""
 
@@ -20,7 +20,7 @@ class Hybrid(DrafterKind):
     """Copies where the switch accepts the match, and a model elsewhere.
 
     Its argument, such as "hybrid:suffix+runs/draft@match=4,score=0.5,last=2", names the drafters in order, each as in
-    `--drafter`. After @ come the switch, the longest draft of the last drafter, and "graft" if both draft.
+    `--drafter`. After @ come the switch, and the longest draft of the last drafter.
     """
 
     name, title, stored = "hybrid", "drafters that take turns", False
@@ -40,18 +40,16 @@ class Hybrid(DrafterKind):
             members.append((kind, replace(spec, kind=kind.name, path=path, name=None, tree=None)))
         return members
 
-    def turns(self, spec: DrafterSpec) -> "tuple[Switch, bool, int | None]":
-        """Return the switch, whether both draft where it takes a copy, and the longest draft of the last drafter."""
+    def turns(self, spec: DrafterSpec) -> "tuple[Switch, int | None]":
+        """Return the switch, and the longest draft of the last drafter."""
         from draftsmith.decode import Switch
 
         fields: dict[str, Any] = {}
-        graft, last = False, None
+        last = None
         for part in filter(None, self._parts(spec)[1].split(",")):
             name, _, value = part.partition("=")
             try:
-                if name == GRAFT and not value:
-                    graft = True
-                elif name == "match":
+                if name == "match":
                     fields[name] = int(value)
                 elif name == "last":
                     last = int(value)
@@ -61,16 +59,15 @@ class Hybrid(DrafterKind):
                     raise ValueError
             except ValueError:
                 raise InputError(
-                    f"drafter: expected match=TOKENS, score=TOKENS, last=TOKENS or {GRAFT} after {AT}, found {part}"
+                    f"drafter: expected match=TOKENS, score=TOKENS or last=TOKENS after {AT}, found {part}"
                 ) from None
         if last is not None and last < 1:
             raise InputError(f"drafter: expected last=TOKENS of at least 1 after {AT}, found {last}")
-        return Switch(**fields), graft, last
+        return Switch(**fields), last
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Check each member."""
-        if self.turns(spec)[1]:
-            loading.require_chains(f"drafter: {GRAFT}")
+        self.turns(spec)
         for kind, member in self.members(spec):
             kind.check(member, loading)
 
@@ -78,11 +75,11 @@ class Hybrid(DrafterKind):
         """Load all members."""
         from draftsmith.decode import HybridProposer
 
-        switch, graft, last_length = self.turns(spec)
+        switch, last_length = self.turns(spec)
         *copies, last = [kind.load(member, loading) for kind, member in self.members(spec)]
 
         def hybrid(proposer: Any) -> "HybridProposer":
-            return HybridProposer([*(drafter.proposer for drafter in copies), proposer], switch, graft, last_length)
+            return HybridProposer([*(drafter.proposer for drafter in copies), proposer], switch, last_length)
 
         return self.drafter(
             spec,

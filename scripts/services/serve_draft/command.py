@@ -59,8 +59,6 @@ def _served(config: ServeDraftConfig) -> _Served:
     kind = kind_named(spec.kind)
     members = [(kind, spec)]
     if isinstance(kind, Hybrid):
-        if kind.turns(spec)[1]:
-            raise InputError("drafter: expected drafters that take turns, found a graft: a service drafts chains")
         members = kind.members(spec)
     *first, (last, last_spec) = members
     if last.name != DraftModel.name:

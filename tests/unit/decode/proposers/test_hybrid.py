@@ -1,4 +1,4 @@
-"""Drafters that take turns: who drafts, whose cache follows, grafts, and the rounds that are counted for each."""
+"""Drafters that take turns: who drafts, whose cache follows, and the rounds that are counted for each."""
 
 import pytest
 import torch
@@ -13,17 +13,13 @@ from draftsmith.decode import (
     PromptLookupProposer,
     SuffixProposer,
     Switch,
-    Tree,
     autoregressive_generate,
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.proposers.base import Proposal
 from draftsmith.decode.proposers.copied import CopiedDraft, Evidence
-from draftsmith.decode.proposers.hybrid import graft_copy
 from draftsmith.medusa import MedusaProposer
 
-NOTHING = Evidence(0, 0.0, 1)
 PROMPTS = torch.tensor([[3, 4, 5, 3, 4], [6, 1, 6, 1, 6]])
 
 
@@ -74,7 +70,7 @@ def test_replay_counts_what_the_decoder_counts(target, level, draft_length, last
         "medusa tree": lambda: MedusaProposer(medusa(target), TREE),
         "lookup": PromptLookupProposer,
     }
-    hybrid = HybridProposer([SuffixProposer(1, nodes=3 if last == "lookup" else None), drafters[last]()], Switch(level))
+    hybrid = HybridProposer([SuffixProposer(1), drafters[last]()], Switch(level))
     written = autoregressive_generate(target, PROMPTS, max_new_tokens=24, do_sample=False).sequences
     replay = replay_acceptance(target, hybrid, list(written), [5, 5], [draft_length], 0, max_new_tokens=24)
     out = speculative_generate(target, hybrid, PROMPTS, draft_length=draft_length, max_new_tokens=24, do_sample=False)
@@ -114,31 +110,6 @@ def test_under_sampling_replay_expects_what_the_decoder_counts(target):
     assert out.counts.mean_acceptance_length() == pytest.approx(tau.value, rel=0.04)
 
 
-def chain(tokens, evidence=NOTHING):
-    return CopiedDraft(tokens, Tree.chain(len(tokens)), evidence)
-
-
-def test_a_graft_shares_what_both_begin_with():
-    draft = Proposal(torch.tensor([4, 5, 6]), None, Tree.chain(3))
-    both = graft_copy(draft, chain([4, 7, 8]), 10)
-    assert both.tokens.tolist() == [4, 5, 6, 7, 8]
-    assert both.tree.parents == (-1, 0, 1, 0, 3)
-    assert both.probabilities is None
-
-
-def test_a_graft_is_drawn_from_itself_alone():
-    q = torch.full((2, 10), 0.1)
-    both = graft_copy(Proposal(torch.tensor([4, 5]), q, Tree.chain(2)), chain([3]), 10)
-    assert both.probabilities[:2].equal(q)
-    assert both.probabilities[2].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
-
-
-def test_a_graft_on_nothing_is_the_copy():
-    both = graft_copy(Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0)), chain([3, 4]), 10)
-    assert both.tokens.tolist() == [3, 4]
-    assert both.tree.is_chain
-
-
 def test_hybrids_that_cannot_be_are_refused(target):
     draft = DraftModelProposer(near(target))
     with pytest.raises(InputError, match="hybrid: expected two drafters or more, found 1"):
@@ -149,12 +120,6 @@ def test_hybrids_that_cannot_be_are_refused(target):
         HybridProposer([PromptLookupProposer(), draft], last_length=0)
     with pytest.raises(InputError, match="switch: expected a score of at least 0, found -1"):
         Switch(score=-1)
-
-
-def test_grafts_are_not_replayed(target):
-    hybrid = HybridProposer([PromptLookupProposer(), DraftModelProposer(near(target))], graft=True)
-    with pytest.raises(InputError, match="replay: expected drafters that take turns, found copies as a branch"):
-        replay_acceptance(target, hybrid, [torch.tensor([1, 2, 3])], [1], [2], 0)
 
 
 def test_rows_of_a_draft_with_a_window_that_copied_more_than_others_go_on(target):
@@ -176,7 +141,7 @@ def test_rows_of_a_draft_with_a_window_that_copied_more_than_others_go_on(target
             following = wanted[row, len(text) : len(text) + draft_length].tolist()
             tokens = following if row == 0 else [(token + 1) % 13 for token in following]
             evidence = Evidence(5 if 20 < next(asked) // 2 < 45 else 0, 9.0, len(text))
-            return CopiedDraft(tokens, Tree.chain(len(tokens)), evidence)
+            return CopiedDraft(tokens, evidence)
 
     hybrid = HybridProposer([Told(), DraftModelProposer(draft)])
     out = speculative_generate(target, hybrid, prompts, draft_length=4, max_new_tokens=200, do_sample=False)

@@ -9,17 +9,15 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, Tree, Typical
-from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.rules import RULES, acceptance, as_rule
 from draftsmith.decode.rules import rule as rules
-from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy, accept_siblings
+from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
 
@@ -122,76 +120,6 @@ def law_of(monkeypatch) -> Callable[[rules.Rule, Tables, Drafts], Emitted]:
     return law_of
 
 
-def sibling_draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Every ordered draw of `count` tokens without replacement, with its probability."""
-    for tokens in itertools.permutations(range(len(q)), count):
-        chance, left = 1.0, 1.0
-        for place, token in enumerate(tokens):
-            if left < 1e-12:  # nothing is left to draw: one order stands for all
-                chance *= list(tokens[place:]) == sorted(set(range(len(q))) - set(tokens[:place]))[: count - place]
-                break
-            chance, left = chance * float(q[token]) / left, left - float(q[token])
-        yield chance, tokens
-
-
-def law_of_siblings(p: Tensor, support: list[int], q: Tensor | None, count: int) -> Tensor:
-    """The law of the token that follows a node with drawn siblings, or with the first `count` of the support."""
-    law = torch.zeros(len(p), dtype=torch.float64)
-    draws = [(1.0, tuple(range(count)))] if q is None else sibling_draws(q, count)
-    for chance, places in draws:
-        scripts: list[list[bool]] = [[]]
-        while scripts and chance > 0:
-            script, mass, taken = scripts.pop(), chance, []
-
-            def decide(share, script=script, taken=taken, scripts=scripts):
-                nonlocal mass
-                outcome = script[len(taken)] if len(taken) < len(script) else share > 0
-                if len(taken) >= len(script) and 0 < share < 1:
-                    scripts.append([*taken, False])
-                taken.append(outcome)
-                mass *= share if outcome else 1 - share
-                return outcome
-
-            r = [Uniform(decide) for _ in places]
-            seen = p[support].numpy()
-            accepted, rest = accept_siblings(seen, None if q is None else q.numpy(), places, r)
-            if accepted is not None:
-                law[support[places[accepted]]] += mass
-            else:
-                left = p.clone()
-                left[support] = torch.from_numpy(rest)
-                law += mass * left / left.sum()
-    return law
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("certain", [False, True])
-def test_siblings_of_a_support_leave_the_law_exactly(count, certain):
-    """V = 7, a support of 4: q that is p, another, certain of a token, or with fewer tokens than are drawn."""
-    support = [5, 0, 2, 6]
-    for seed in range(6):
-        p = tables(seed, vocab=7, depth=0, support=None if seed % 2 else 4)[()]
-        q = tables(100 + seed, vocab=4, depth=0)[()]
-        variants = [q, (p[support] + 1e-9) / (p[support] + 1e-9).sum(), one_hot(1, 4), q * torch.tensor([0, 1, 0, 1])]
-        for variant in [None] if certain else variants:
-            variant = None if variant is None else variant / variant.sum()
-            law = law_of_siblings(p, support, variant, count)
-            torch.testing.assert_close(law, p, atol=1e-7, rtol=0)  # q of 1e-9 cost as many digits
-
-
-def test_siblings_tried_against_p_or_by_another_q_do_not(monkeypatch):
-    p, q = tables(1, vocab=7, depth=0)[()], tables(2, vocab=4, depth=0)[()]
-    support = [5, 0, 2, 6]
-    real = acceptance.accept_siblings
-    plants = (
-        lambda p_M, q_M, places, r: (real(p_M, q_M, places, r)[0], p_M.astype(float)),
-        lambda p_M, q_M, places, r: real(p_M, q_M[::-1].copy(), places, r),
-    )
-    for plant in plants:
-        monkeypatch.setitem(globals(), "accept_siblings", plant)
-        assert (law_of_siblings(p, support, q, 2) - p).abs().max() > 1e-3
-
-
 def tables(seed: int, vocab: int = 3, depth: int = 3, support: int | None = None, spread: float = 1.5) -> Tables:
     """A law for every text of at most `depth` tokens; with `support`, on so many of the tokens alone."""
     generator = torch.Generator().manual_seed(seed)
@@ -214,11 +142,8 @@ def texts_of(tokens: Sequence[int], tree: Tree) -> list[Text]:
     return [tuple(tokens[n] for n in tree.path(node)) for node in range(ROOT, len(tree))]
 
 
-def drawn(q: Tables, tree: Tree, replace: bool = False, scored_without: bool = True) -> Drafts:
-    """Every draft of that shape: each sibling drawn from what the earlier ones left of q, zeros where nothing is left.
-
-    With `replace` siblings are drawn from all of q each; `scored_without` says of them that they were not.
-    """
+def drawn(q: Tables, tree: Tree) -> Drafts:
+    """Every draft of that shape: each sibling drawn from what the earlier ones left of q, zeros if that is nothing."""
     found: list[tuple[float, list[int], list[Tensor]]] = [(1.0, [], [])]
     for node, parent in enumerate(tree.parents):
         longer = []
@@ -227,11 +152,9 @@ def drawn(q: Tables, tree: Tree, replace: bool = False, scored_without: bool = T
             earlier = [tokens[n] for n in tree.children[parent + 1] if n < node]
             rest = whole.scatter(0, torch.tensor(earlier, dtype=torch.long), 0.0)
             rest = rest / rest.sum().clamp(min=torch.finfo(rest.dtype).tiny)
-            source = whole if replace else rest
-            chances = source.tolist() if source.any() else [1.0]  # nothing to draw: a token that does not count
-            told = rest if scored_without else whole
+            chances = rest.tolist() if rest.any() else [1.0]  # nothing to draw: a token that does not count
             longer += [
-                (mass * chance, [*tokens, x], [*distributions, told]) for x, chance in enumerate(chances) if chance > 0
+                (mass * chance, [*tokens, x], [*distributions, rest]) for x, chance in enumerate(chances) if chance > 0
             ]
         found = longer
     proposals = []
@@ -289,148 +212,15 @@ LAWS = {
     "p = q": (tables(14), tables(14)),
     "flat and peaked": (tables(20, vocab=4, spread=0.5), tables(21, vocab=4, spread=2.0)),
 }
-# Of four tokens two or three have p > q: where a residual lies on one token alone, many a mistake makes no difference.
-FLAT, PEAKED = LAWS["flat and peaked"]
 
 
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("drafts", [drawn, most_likely])
 @pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
-def test_texts_of_drawn_drafts_have_the_targets_law(law_of, p, q, tree):
-    sampler = law_of(Exact(), p, drawn(q, tree))
-    assert distance_to_the_target(sampler, p, tree.depth) < ROUNDING
-
-
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
-def test_texts_of_deterministic_drafts_have_the_targets_law(law_of, p, q, tree):
-    sampler = law_of(Exact(), p, most_likely(q, tree))
-    assert distance_to_the_target(sampler, p, tree.depth) < ROUNDING
-
-
-def test_more_siblings_than_tokens(law_of):
-    tree = Tree((-1,) * 5)
-    for p, q in LAWS.values():
-        sampler = law_of(Exact(), p, drawn(q, tree))
-        assert distance_to_the_target(sampler, p, 1) < ROUNDING
-
-
-def test_siblings_with_replacement_are_lossless_too_where_q_says_so(law_of):
-    """SpecInfer's siblings: each drawn from all of q, and tried with all of q."""
-    for name in ("chain of 2", "two siblings", "three siblings", "two under the second"):
-        sampler = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=True, scored_without=False))
-        assert distance_to_the_target(sampler, FLAT, TREES[name].depth) < ROUNDING
-
-
-def test_the_first_children_are_accepted_where_p_is_q(monkeypatch):
-    p, q = LAWS["p = q"]
-    tree = TREES["two and three"]
-    accepted = 0.0
-    for chance, proposal in drawn(q, tree):
-        distributions = torch.stack([p[text] for text in texts_of(proposal.tokens.tolist(), tree)])
-        verify = functools.partial(Exact().verify, SAMPLING, distributions.log(), [], proposal, None)
-        accepted += sum(chance * mass for mass, verdict, _ in followed(monkeypatch, verify) if verdict.path == [0, 2])
-    assert accepted == pytest.approx(1, abs=ROUNDING)
-
-
-def test_acceptance_of_a_chain_is_the_overlap(law_of):
-    """P(accepted) = Σ_v min(p, q) = 1 − TV(p, q), drawn; p(x) where the draft is deterministic."""
-    for p, q in LAWS.values():
-        for drafts, expected in [
-            (drawn(q, Tree.chain(1)), torch.minimum(p[()], q[()]).sum()),
-            (most_likely(q, Tree.chain(1)), p[()][q[()].argmax()]),
-        ]:
-            sampler = law_of(Exact(), p, drafts)
-            accepted = sum(mass for (tokens, _), mass in sampler.items() if len(tokens) == 2)
-            assert accepted == pytest.approx(float(expected), abs=ROUNDING)
-
-
-MISTAKES = [
-    "siblings tried against p",
-    "siblings weighed by p",
-    "a residual that is not normalised",
-    "no residual",
-    "every sibling's residual by the first one's q",
-    "the bonus from the root's row",
-    "q one-hot where it was drawn",
-]
-
-
-def accept(p, q, drafted, tree, generator=None, mistake=None):
-    """`accept_exact` once more, step by step, with a mistake in one of them."""
-    r = torch.rand(len(tree), generator=generator).tolist()
-    path, node = [], ROOT
-    while True:
-        siblings, here = tree.children[node + 1], p[0 if mistake == "the bonus from the root's row" else node + 1]
-        rest = here
-        for child in siblings:
-            token = drafted[child]
-            number = r[0 if mistake == "one random number" else child]
-            q_x = 1.0 if mistake == "q one-hot where it was drawn" else float(q[child, token])
-            weight = float((here if mistake == "siblings weighed by p" else rest)[token])
-            if (q_x > 0 or mistake == "a token that was never drawn") and number * q_x < weight:
-                path.append(child)
-                node = child
-                break
-            if mistake != "no residual":
-                first = mistake == "every sibling's residual by the first one's q"
-                before = here if mistake == "siblings tried against p" else rest
-                rest = acceptance.residual(before, q[siblings[0] if first else child], token)
-            if mistake != "a residual that is not normalised":
-                rest = rest / rest.sum()
-        else:
-            return path, acceptance.draw(rest, generator)
-
-
-def law_with(law_of, monkeypatch, q: Tables, tree: str, mistake: str | None) -> Emitted:
-    monkeypatch.setattr(rules, "accept_exact", functools.partial(accept, mistake=mistake))
-    return law_of(Exact(), FLAT, drawn(q, TREES[tree]))
-
-
-def test_the_law_shows_a_mistake_in_the_rule(law_of, monkeypatch):
-    for mistake in MISTAKES:
-        tree = "chain of 2" if mistake == "the bonus from the root's row" else "three siblings"
-        sampler = law_with(law_of, monkeypatch, PEAKED, tree, mistake)
-        assert distance_to_the_target(sampler, FLAT, TREES[tree].depth) > 1e-3, mistake
-    sampler = law_with(law_of, monkeypatch, PEAKED, "three siblings", None)
-    assert distance_to_the_target(sampler, FLAT, 1) < ROUNDING
-
-
-def test_the_law_shows_a_token_that_was_never_drawn(law_of, monkeypatch):
-    q = {(): one_hot(2, 4)}  # nothing is left for the second sibling
-    sampler = law_with(law_of, monkeypatch, q, "two siblings", "a token that was never drawn")
-    assert distance_to_the_target(sampler, FLAT, 1) > 1e-3
-
-
-def test_one_random_number_for_all_siblings_is_noticed(law_of, monkeypatch):
-    with pytest.raises(AssertionError, match="decides twice"):
-        law_with(law_of, monkeypatch, PEAKED, "two siblings", "one random number")
-
-
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("name", ["two siblings", "three siblings"])
-def test_the_law_shows_siblings_that_were_drawn_otherwise_than_they_are_scored(law_of, name, replace):
-    """With replacement and scored as if without, and the other way round."""
-    sampler = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=replace, scored_without=replace))
-    assert distance_to_the_target(sampler, FLAT, 1) > 1e-3
-
-
-def test_random_numbers_give_the_law_that_was_computed(monkeypatch):
-    """Tensors of numbers r in place of `Uniform`: every threshold here is a multiple of 1/4, so a grid integrates."""
-    p = torch.tensor([4, 4, 5, 3], dtype=torch.float64) / 16
-    q = torch.tensor([8, 2, 4, 2], dtype=torch.float64) / 16  # p/q is 1/2, 2, 5/4 and 3/2, the residual (0, 2, 1, 1)/4
-    tree, grid = TREES["two siblings"], [1 / 8, 3 / 8, 5 / 8, 7 / 8]
-    monkeypatch.setattr(acceptance, "draw", lambda rest, generator: rest / rest.sum())
-    sampler = torch.zeros(4, dtype=torch.float64)
-    outcomes = set()
-    for chance, proposal in drawn({(): q}, tree):
-        for r in itertools.product(grid, repeat=2):
-            monkeypatch.setattr(torch, "rand", lambda size, r=r, **options: torch.tensor(r, dtype=options["dtype"]))
-            path, following = accept_exact(p.expand(3, -1), proposal.probabilities, proposal.tokens, tree)
-            first = one_hot(int(proposal.tokens[path[0]]), 4) if path else following
-            sampler += chance / len(grid) ** 2 * first
-            outcomes.add(tuple(path))
-    assert torch.allclose(sampler, p, rtol=0, atol=ROUNDING)
-    assert outcomes == {(), (0,), (1,)}
+def test_texts_have_the_targets_law(law_of, p, q, drafts):
+    """For laws with zeros, which `tests/statistical/test_enumeration.py` has less of; mistakes are planted there."""
+    shapes = [*TREES.values(), *([Tree((-1,) * 5)] if drafts is drawn else [])]  # the last has more nodes than tokens
+    for tree in shapes:
+        assert distance_to_the_target(law_of(Exact(), p, drafts(q, tree)), p, tree.depth) < ROUNDING
 
 
 def random_siblings(seed: int, count: int = 200) -> Iterator[tuple[Tree, list[int], Tensor]]:
@@ -484,35 +274,34 @@ def verdict_of(rule, logits, tokens, tree, confidence=None, sampler=GREEDY):
 P_CHAIN = distributions_of([0.2, 0.5, 0.3], [0.3, 0.6, 0.1], [0.1, 0.1, 0.8], [0.0, 0.4, 0.6])
 
 
+def p_of(position: int, token: int) -> float:
+    return float(P_CHAIN.softmax(-1)[position, token])
+
+
 @pytest.mark.parametrize(
-    ("level", "accepted", "token"), [(0.0, 3, 2), (0.05, 3, 2), (0.1, 2, 2), (0.19, 2, 2), (0.2, 2, 2), (0.3, 0, 1)]
+    ("level", "tokens", "accepted"),
+    [
+        # p of 2, 0, 0 is 0.3, 0.3 and 0.1; the level itself is not above the level.
+        *((level, [2, 0, 0], count) for level, count in ((0.0, 3), (0.05, 3), (0.19, 2), (0.2, 2))),
+        (p_of(2, 0), [2, 0, 0], 2),
+        (p_of(0, 2), [2, 0, 0], 0),
+        # Nothing stands after a token that fell.
+        (0.25, [0, 1, 2], 0),
+        (0.25, [1, 2, 2], 1),
+        # At 0 all that the target does not rule out.
+        (0.0, [0, 2, 1], 3),
+        (0.0, [0, 2, 0], 3),
+    ],
 )
-def test_a_chain_stands_up_to_the_first_token_at_or_below_the_level(level, accepted, token):
-    """p of the drafted tokens is 0.3, 0.3 and 0.1: the level itself is not above the level."""
-    level = (
-        float(P_CHAIN.softmax(-1)[0, 2])
-        if level == 0.3
-        else float(P_CHAIN.softmax(-1)[2, 0])
-        if level == 0.1
-        else level
-    )
-    verdict = verdict_of(Threshold(level), P_CHAIN, [2, 0, 0], Tree.chain(3))
-    assert (verdict.path, verdict.token) == (list(range(accepted)), token)
-    # None of the drafted tokens is the argmax; the last one is.
-    assert verdict.departures == [(1.0, True)] * accepted + [(0.0, False)]
-
-
-def test_nothing_stands_behind_a_token_that_fell():
-    assert verdict_of(Threshold(0.25), P_CHAIN, [0, 1, 2], Tree.chain(3)).path == []
-    assert verdict_of(Threshold(0.25), P_CHAIN, [1, 2, 2], Tree.chain(3)).path == [0]
-
-
-def test_threshold_0_accepts_all_that_the_target_does_not_rule_out():
-    assert verdict_of(Threshold(0.0), P_CHAIN, [0, 2, 1], Tree.chain(3)).path == [0, 1, 2]
-    p = distributions_of([0.0, 0.5, 0.5], [0.5, 0.5, 0.0])
-    for sampler in (GREEDY, SAMPLING):
-        assert verdict_of(Threshold(0.0), p, [0], Tree.chain(1), sampler=sampler).path == []
-        assert verdict_of(Threshold(0.0), p, [1], Tree.chain(1), sampler=sampler).path == [0]
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLING])
+def test_a_chain_stands_up_to_the_first_token_at_or_below_the_level(level, tokens, accepted, sampler):
+    verdict = verdict_of(Threshold(level), P_CHAIN, tokens, Tree.chain(3), sampler=sampler)
+    argmax = P_CHAIN.argmax(-1).tolist()
+    assert verdict.path == list(range(accepted)) and len(verdict.departures) == accepted + 1
+    if sampler is GREEDY:
+        assert verdict.token == argmax[accepted]
+        wrong = [token != best for token, best in zip(tokens[:accepted], argmax, strict=False)]
+        assert verdict.departures == [(float(other), other) for other in (*wrong, False)]
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.2), Typical(0.2, 9.0)])
@@ -587,14 +376,6 @@ def test_cascade_follows_the_first_child():
     assert verdict_of(Cascade(), p, [0, 1, 2, 1, 0], tree, [0.9, 0.9, 0.1, 0.1, 0.9]).path == [0]
 
 
-def test_a_cascade_needs_confidence():
-    p = distributions_of([0.5, 0.5], [0.5, 0.5])
-    with pytest.raises(InputError, match=r"^rule: cascade needs a proposer that knows its confidence, such as .*$"):
-        verdict_of(Cascade(), p, [0], Tree.chain(1))
-    empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
-    assert Cascade().verify(GREEDY, p[:1], [], empty, None).path == []
-
-
 @pytest.mark.parametrize("rule", [Exact(), Threshold(), Typical(), Cascade()])
 @pytest.mark.parametrize("sampler", [GREEDY, SAMPLING])
 def test_without_a_draft_the_target_speaks(rule, sampler):
@@ -627,67 +408,16 @@ def check_departures(sampler: Emitted, p: Tables) -> float:
 
 @pytest.mark.parametrize("rule", LOSSY, ids=str)
 @pytest.mark.parametrize("name", LAWS)
-def test_departures_of_drawn_chains(law_of, rule, name):
-    p, q = LAWS[name]
-    for length in range(4):
-        sampler = law_of(rule, p, drawn(q, Tree.chain(length)))
-        greatest = check_departures(sampler, p)
-        if length == 0 or (name == "p = q" and not isinstance(rule, Threshold)):
-            assert greatest < ROUNDING
-
-
-@pytest.mark.parametrize("rule", LOSSY, ids=str)
-@pytest.mark.parametrize("name", LAWS)
-def test_departures_of_deterministic_drafts(law_of, rule, name):
+def test_departures_are_those_of_what_is_emitted(law_of, rule, name):
     p, q = LAWS[name]
     for tree in TREES.values():
-        sampler = law_of(rule, p, most_likely(q, tree))
-        check_departures(sampler, p)
-
-
-def test_the_lossy_rules_do_depart(law_of):
-    p, q = LAWS["p and q differ"]
-    for rule in (Threshold(0.15), Typical(), Cascade(0.4)):
-        assert check_departures(law_of(rule, p, drawn(q, Tree.chain(2))), p) > 0.05
-        assert check_departures(law_of(rule, p, most_likely(q, Tree.chain(2))), p) > 0.05
-
-
-class Misstates(rules.Rule):
-    """A lossy rule whose departures are not those of what it emits."""
-
-    lossy = True
-
-    def __init__(self, rule: rules.Rule, departures: Callable):
-        self.rule, self.departures = rule, departures
-
-    def verify(self, sampler, logits, contexts, proposal, generator):
-        verdict = self.rule.verify(sampler, logits, contexts, proposal, generator)
-        return replace(verdict, departures=self.departures(verdict, logits.softmax(-1), proposal))
-
-
-def of_a_draft_that_always_stands(verdict, p, proposal):
-    """Of a chain: TV(q, p) in every context that something was drafted in."""
-    drafted = len(proposal.tokens)
-    return [
-        (float((proposal.probabilities[i] - p[i]).abs().sum()) / 2 if i < drafted else 0.0, False)
-        for i in range(len(verdict.departures))
-    ]
-
-
-def of_another_context(verdict, p, proposal):
-    return verdict.departures[1:] + verdict.departures[:1]
-
-
-def none_at_all(verdict, p, proposal):
-    return [(0.0, False)] * len(verdict.departures)
-
-
-@pytest.mark.parametrize("mistake", [of_a_draft_that_always_stands, of_another_context, none_at_all])
-@pytest.mark.parametrize("rule", [Typical(0.4, 0.6), Cascade(0.55)], ids=str)
-def test_a_wrong_departure_is_found(law_of, rule, mistake):
-    with pytest.raises(AssertionError):
-        for p, q in LAWS.values():
-            check_departures(law_of(Misstates(rule, mistake), p, drawn(q, Tree.chain(2))), p)
+        check_departures(law_of(rule, p, most_likely(q, tree)), p)
+    greatest = [check_departures(law_of(rule, p, drawn(q, Tree.chain(length))), p) for length in range(4)]
+    assert greatest[0] < ROUNDING
+    if name == "p = q" and not isinstance(rule, Threshold):
+        assert max(greatest) < ROUNDING
+    if name == "p and q differ" and rule in (Threshold(0.15), Typical(), Cascade(0.0)):
+        assert greatest[2] > 0.05
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.2), Typical(0.3, 0.6), Cascade(0.5)], ids=str)
@@ -739,55 +469,28 @@ def test_levels_are_held_against_the_processed_law():
 @pytest.mark.parametrize("name", ["two siblings", "two under the first"])
 def test_siblings_that_were_drawn_are_refused(law_of, rule, name):
     p, q = LAWS["p and q differ"]
-    message = r"^rule: expected a chain or a deterministic tree under a lossy rule, found siblings that were drawn$"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=r"^rule: expected a chain or a deterministic tree"):
         law_of(rule, p, drawn(q, TREES[name]))
 
 
-# Names and levels
-
-
 def test_rules_have_names():
-    assert {name: type(as_rule(name)) for name in RULES} == {
-        "exact": Exact, "typical": Typical, "threshold": Threshold, "cascade": Cascade,
-    }  # fmt: skip
-    assert [as_rule(name) for name in ("typical", "threshold", "cascade")] == [
-        Typical(0.09, 0.3), Threshold(0.3), Cascade(0.8),
-    ]  # fmt: skip
-    assert [as_rule(name).lossy for name in RULES] == [False, True, True, True]
+    names = {"exact": Exact(), "typical": Typical(0.09, 0.3), "threshold": Threshold(0.3), "cascade": Cascade(0.8)}
+    assert {name: as_rule(name) for name in RULES} == names
+    assert [rule.lossy for rule in names.values()] == [False, True, True, True]
     own = Threshold(0.5)
     assert as_rule(own) is own
 
 
-@pytest.mark.parametrize("name", ["", "Exact", "sloppy"])
-def test_an_unknown_rule_is_refused(name):
-    with pytest.raises(InputError) as error:
-        as_rule(name)
-    assert str(error.value) == f"rule: expected one of exact, typical, threshold, cascade, found {name!r}"
+REFUSED = [
+    *(("rule", as_rule, {"rule": name}) for name in ("", "Exact", "sloppy")),
+    *(("level", rule, {"level": x}) for rule in (Threshold, Typical) for x in (-0.01, 1.0, math.nan, math.inf)),
+    *(("level", Cascade, {"level": x}) for x in (-0.01, 1.01, math.nan, math.inf)),
+    *(("delta", Typical, {"delta": x}) for x in (-0.1, math.nan)),
+    ("rule", lambda: verdict_of(Cascade(), P_CHAIN, [0, 0, 0], Tree.chain(3)), {}),  # without a confidence
+]
 
 
-@pytest.mark.parametrize("level", [-0.01, 1.0, math.nan, math.inf])
-@pytest.mark.parametrize("rule", [Threshold, Typical])
-def test_levels_of_a_probability_are_bounded(rule, level):
-    with pytest.raises(InputError, match=f"^level: expected at least 0 and less than 1, found {level}$"):
-        rule(level)
-
-
-@pytest.mark.parametrize("level", [-0.01, 1.01, math.nan, math.inf])
-def test_levels_of_a_confidence_are_bounded(level):
-    with pytest.raises(InputError, match=f"^level: expected a value between 0 and 1, found {level}$"):
-        Cascade(level)
-    assert (Cascade(0.0).level, Cascade(1.0).level) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize("delta", [-0.1, math.nan])
-def test_delta_is_not_negative(delta):
-    with pytest.raises(InputError, match=f"^delta: expected at least 0, found {delta}$"):
-        Typical(delta=delta)
-
-
-@pytest.mark.parametrize(("q", "confidence"), [([1.0, 0.0, 0.0], 1.0), ([0.25] * 4, 0.25), ([0.5, 0.5, 0.0], 0.5)])
-def test_drafts_end_where_the_drafter_is_unsure(q, confidence):
-    sampler = torch.tensor(q, dtype=torch.float64)
-    assert not stop_below_confidence(confidence - 1e-6)(sampler) and stop_below_confidence(confidence + 1e-6)(sampler)
-    assert stop_below_confidence(confidence)(sampler) is False  # as confident as asked for
+@pytest.mark.parametrize(("field", "make", "options"), REFUSED)
+def test_what_no_rule_is_is_refused_by_its_field(field, make, options):
+    with pytest.raises(InputError, match=f"^{field}: "):
+        make(**options)

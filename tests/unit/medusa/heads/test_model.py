@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 import weakref
 
 import pytest
@@ -115,31 +114,30 @@ def test_own_heads_are_separate_and_a_shared_one_is_one():
     assert len({block.layers[0].weight.data_ptr() for block in blocks}) == K
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_medusa_is_its_formula(shared, bias):
-    """Medusa, section 2.1: softmax(W2 · (SiLU(W1 · h) + h)), block after block."""
-    heads = small(num_hidden_layers=2, medusa_fc_bias=bias, original_lm_head=shared, logit_scale=0.5)
-    tensors, hidden = heads.state_dict(), hidden_states(5)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_hidden_layers": 2, "logit_scale": 0.5},
+        {"num_hidden_layers": 2, "medusa_fc_bias": True, "original_lm_head": True},
+        {"final_logit_softcapping": 2.0, "lm_head_bias": True},
+    ],
+    ids=str,
+)
+def test_medusa_is_its_formula(options):
+    """Medusa, section 2.1: softmax(W2 · (SiLU(W1 · h) + h)), block after block; with a scale, a soft cap and biases."""
+    heads = small(**options)
+    tensors, hidden, cap = heads.state_dict(), hidden_states(5), options.get("final_logit_softcapping")
     for i in range(K):
         x = hidden
-        for layer in range(2):
-            x = x + silu(
-                x @ tensors[f"blocks.{i}.layers.{layer}.weight"].T
-                + (tensors[f"blocks.{i}.layers.{layer}.bias"] if bias else 0)
-            )
-        w2 = tensors["lm_head.weight" if shared else f"lm_heads.{i}.weight"]
-        torch.testing.assert_close(heads.logits(i, hidden), 0.5 * (x @ w2.T))
-        torch.testing.assert_close(heads(hidden)[:, i], 0.5 * (x @ w2.T))
-
-
-def test_logits_are_capped_as_the_targets_are_and_biased():
-    heads = small(final_logit_softcapping=2.0, lm_head_bias=True)
-    tensors, hidden = heads.state_dict(), hidden_states(5)
-    x = hidden + silu(hidden @ tensors["blocks.1.layers.0.weight"].T)
-    raw = x @ tensors["lm_heads.1.weight"].T + tensors["lm_heads.1.bias"]
-    torch.testing.assert_close(heads.logits(1, hidden), 2 * torch.tanh(raw / 2))
-    assert raw.abs().max() > 2
+        for layer in range(heads.config.num_hidden_layers):
+            name = f"blocks.{i}.layers.{layer}"
+            x = x + silu(x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0))
+        own = "lm_head" if "lm_head.weight" in tensors else f"lm_heads.{i}"
+        logits = options.get("logit_scale", 1) * (x @ tensors[f"{own}.weight"].T + tensors.get(f"{own}.bias", 0))
+        assert cap is None or logits.abs().max() > cap
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        torch.testing.assert_close(heads.logits(i, hidden), logits)
+        torch.testing.assert_close(heads(hidden)[:, i], logits)
 
 
 def test_hydra_is_its_formula():
@@ -222,147 +220,72 @@ def test_half_precision_heads_stay_so(tmp_path):
     assert MedusaHeads.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 0}, "num_heads: expected at least 1, found 0"),
-        ({"num_heads": "four"}, "num_heads: expected at least 1, found 'four'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: expected at least 1, found 0"),
-        ({"truncated_vocab_size": 14}, "truncated_vocab_size: expected at most the vocabulary's 13 tokens, found 14"),
-        (
-            {"medusa_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
-            "tree: expected a depth between 1 and the 3 heads, found 4",
-        ),
-        ({"medusa_choices": []}, "tree: expected a depth between 1 and the 3 heads, found 0"),
-        ({"medusa_choices": [[1]]}, "tree: expected the sibling [0] of [1] too"),
-    ],
-)
-def test_configs_that_cannot_be_are_refused(options, message):
-    with pytest.raises(InputError) as error:
-        MedusaHeads(MedusaConfig(**{"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": K, **options}))
-    assert str(error.value) == message
+def of_config(**fields):
+    return MedusaHeads(MedusaConfig(**{"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": K, **fields}))
 
 
-def test_bad_arguments_of_the_target_are_refused():
-    target = tiny_llama(0)
-    for ids in ([1, 2, 2], [1, 97], [-1, 3], [1] * 97):
-        with pytest.raises(InputError) as error:
-            MedusaHeads.of_target(target, K, token_map=torch.tensor(ids))
-        assert str(error.value) == "token_map: expected different ids below 97, found others"
-    with pytest.raises(InputError, match="num_heads: expected at least 1, found 0"):
-        MedusaHeads.of_target(target, 0)
-    MedusaHeads.of_target(target, K).check_fits(tiny_llama(5))
-    for other, message in (
-        (tiny_llama(0, hidden=64), "medusa: expected heads with the target's hidden_size 64, found 32"),
-        (tiny_llama(0, 98), "medusa: expected heads with the target's vocab_size 98, found 97"),
-    ):
-        with pytest.raises(InputError) as error:
-            MedusaHeads.of_target(target, K).check_fits(other)
-        assert str(error.value) == message
+def of_target(num_heads=K, **options):
+    return MedusaHeads.of_target(tiny_llama(0), num_heads, **options)
 
 
-def edited(change):
-    """A damage done to the tensors' file."""
-
-    def damage(directory):
-        tensors = load_file(directory / "model.safetensors")
-        change(tensors)
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def configured(**fields):
-    """A damage done to the config."""
-
-    def damage(directory):
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-    return damage
+REFUSED = [
+    *(("num_heads", of_config, {"num_heads": count}) for count in (0, "four", 10**9)),
+    ("num_hidden_layers", of_config, {"num_hidden_layers": 0}),
+    ("logit_scale", of_config, {"logit_scale": float("nan")}),
+    ("truncated_vocab_size", of_config, {"truncated_vocab_size": 14}),
+    *(("tree", of_config, {"medusa_choices": paths}) for paths in ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], [], [[1]])),
+    *(("token_map", of_target, {"token_map": torch.tensor(ids)}) for ids in ([1, 2, 2], [1, 97], [-1, 3], [1] * 97)),
+    ("num_heads", of_target, {"num_heads": 0}),
+    ("medusa: .*hidden_size", lambda: of_target().check_fits(tiny_llama(0, hidden=64)), {}),
+    ("medusa: .*vocab_size", lambda: of_target().check_fits(tiny_llama(0, 98)), {}),
+]
 
 
-def cut_short(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
+@pytest.mark.parametrize(("field", "make", "options"), REFUSED)
+def test_heads_that_cannot_be_are_refused_by_their_field(field, make, options):
+    with pytest.raises(InputError, match=f"^{field}"):
+        make(**options)
 
 
-def pickled(directory):
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    torch.save(tensors, directory / "pytorch_model.bin")
-
-
+FIRST = "lm_heads.0.weight"
 DAMAGES = {
-    "missing": (
-        edited(lambda tensors: tensors.pop("blocks.1.layers.0.weight")),
-        "expected the tensors of Medusa heads, found 1 missing: blocks.1.layers.0.weight",
-    ),
-    "no token map": (
-        edited(lambda tensors: tensors.pop("token_map")),
-        "expected the tensors of Medusa heads, found 1 missing: token_map",
-    ),
-    "unexpected": (
-        edited(lambda tensors: tensors.update({"blocks.0.layers.0.bias": torch.zeros(HIDDEN)})),
-        "expected the tensors of Medusa heads, found 1 not expected: blocks.0.layers.0.bias",
-    ),
-    "fewer heads": (configured(num_heads=2), "found 2 not expected: blocks.2.layers.0.weight, lm_heads.2.weight"),
-    "more heads": (configured(num_heads=4), "found 2 missing: blocks.3.layers.0.weight, lm_heads.3.weight"),
-    "another shape": (
-        edited(lambda tensors: tensors.update({"lm_heads.0.weight": torch.zeros(5, HIDDEN + 1)})),
-        "lm_heads.0.weight",
-    ),
-    "another hidden size": (configured(hidden_size=HIDDEN + 1), "blocks.0.layers.0.weight"),
-    "token map with doubles": (
-        edited(lambda tensors: tensors.update(token_map=torch.tensor([1, 2, 2, 3, 4]))),
-        f"token_map: expected different ids below {VOCAB}, found others",
-    ),
-    "token map beyond the vocabulary": (
-        edited(lambda tensors: tensors.update(token_map=torch.tensor([1, 2, VOCAB, 3, 4]))),
-        f"token_map: expected different ids below {VOCAB}, found others",
-    ),
-    "a config that cannot be": (configured(num_heads=0), "num_heads: expected at least 1, found 0"),
-    "a number in words": (configured(hidden_size="eight"), "hidden_size"),
-    "no JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
-    "no config": (
-        lambda directory: (directory / "config.json").unlink(),
-        "expected a model directory with config.json, found none",
-    ),
-    "no tensors": (lambda directory: (directory / "model.safetensors").unlink(), "safetensors"),
-    "integers": (
-        edited(lambda tensors: tensors.update({"lm_heads.0.weight": torch.ones(5, HIDDEN, dtype=torch.int8)})),
-        "expected lm_heads.0.weight of Medusa heads in floating point, found I8",
-    ),
-    "a token map of floats": (
-        edited(lambda tensors: tensors.update(token_map=torch.arange(5.0))),
-        "expected token_map of Medusa heads in int64, found F32",
-    ),
-    "no scale": (configured(logit_scale=float("nan")), "logit_scale: expected a finite number, more than 0, found nan"),
-    "heads without end": (configured(num_heads=10**9), "num_heads: expected at most 256, found 1000000000"),
-    "cut short": (cut_short, "Medusa heads: expected whole weights"),
-    "garbage": (
-        lambda directory: (directory / "model.safetensors").write_bytes(b"\x01" * 99),
-        "Medusa heads: expected whole",
-    ),
-    "a pickle": (pickled, "safetensors"),
-    "nothing": (shutil.rmtree, "Medusa heads: expected a model directory or a hub id, found nothing at"),
+    "missing": ({"blocks.1.layers.0.weight": None}, {}, "1 missing: blocks.1.layers.0.weight"),
+    "no token map": ({"token_map": None}, {}, "1 missing: token_map"),
+    "unexpected": ({"blocks.0.layers.0.bias": torch.zeros(HIDDEN)}, {}, "1 not expected: blocks.0.layers.0.bias"),
+    "fewer heads": ({}, {"num_heads": 2}, "2 not expected: blocks.2.layers.0.weight, lm_heads.2.weight"),
+    "more heads": ({}, {"num_heads": 4}, "2 missing: blocks.3.layers.0.weight, lm_heads.3.weight"),
+    "another shape": ({FIRST: torch.zeros(5, HIDDEN + 1)}, {}, FIRST),
+    "another hidden size": ({}, {"hidden_size": HIDDEN + 1}, "blocks.0.layers.0.weight"),
+    "a number in words": ({}, {"hidden_size": "eight"}, "hidden_size"),
+    "doubles in the token map": ({"token_map": torch.tensor([1, 2, 2, 3, 4])}, {}, "token_map"),
+    "a token map beyond the vocabulary": ({"token_map": torch.tensor([1, 2, VOCAB, 3, 4])}, {}, "token_map"),
+    "a token map of floats": ({"token_map": torch.arange(5.0)}, {}, "token_map of Medusa heads in int64"),
+    "integers": ({FIRST: torch.ones(5, HIDDEN, dtype=torch.int8)}, {}, f"{FIRST} of Medusa heads in floating point"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_heads_are_refused_in_one_line(tmp_path, name):
-    damage, message = DAMAGES[name]
-    directory = tmp_path / "heads"
-    small(truncated_vocab_size=5).save_pretrained(directory)
-    MedusaHeads.from_pretrained(directory)
-    damage(directory)
+    """Files that are missing, cut or no JSON are those of `tests/integration/test_saved_kinds.py`."""
+    changed, fields, message = DAMAGES[name]
+    small(truncated_vocab_size=5).save_pretrained(tmp_path)
+    MedusaHeads.from_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | changed
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     with pytest.raises(InputError) as error:
-        MedusaHeads.from_pretrained(directory)
-    text = str(error.value)
-    assert message in text and str(directory) in text and "\n" not in text, text
-
-
-def test_another_kind_of_model_is_refused(tmp_path):
-    tiny_llama(0).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="expected"):
         MedusaHeads.from_pretrained(tmp_path)
+    text = str(error.value)
+    assert message in text and str(tmp_path) in text and "\n" not in text, text
+
+
+def test_other_files_are_refused(tmp_path):
+    tiny_llama(0).save_pretrained(tmp_path / "llama")
+    small().save_pretrained(tmp_path / "pickled")
+    torch.save(load_file(tmp_path / "pickled/model.safetensors"), tmp_path / "pickled/pytorch_model.bin")
+    (tmp_path / "pickled/model.safetensors").unlink()
+    for name in ("llama", "pickled", "nothing"):
+        with pytest.raises(InputError, match="expected"):
+            MedusaHeads.from_pretrained(tmp_path / name)

@@ -17,7 +17,6 @@ from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.cost_file import priced_proposers
 from draftsmith.scripts.measure.predictions import curve_of, predicted_speedup
-from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
@@ -123,18 +122,6 @@ def test_rows_that_are_decoded_together_wait_for_the_latest_and_the_largest(targ
     # A run's rows are those of its batches; the last one is alone in its own, and one row stays when the other ends.
     groups = own.observations[0.0, 2, Method()]
     assert predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups).value > 0
-
-
-def test_grafts_are_priced_as_a_whole_for_replay_does_not_know_them(target, tokenizer):
-    graft = hybrid(DraftModelProposer(target), graft=True)
-    own = measured(target, tokenizer, drafter=graft)
-    assert graft.members == {} and list(priced_proposers(own.pair)) == ["hybrid"]
-    assert replayed_proposers(own.pair, own.sampler(0.0)) == {}
-    own.replays.clear()
-    groups = own.observations[0.0, 1, Method()]
-    found = predicted_speedup(own, 0.0, graft, GAMMA, groups, groups)
-    plain = sum(TABLE.plain_seconds([n], 2) for n in TOKENS)
-    assert found.value == pytest.approx(plain / (3 * TABLE.speculative_seconds("hybrid", [2.0], GAMMA, None, 2)))
 
 
 def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tokenizer):

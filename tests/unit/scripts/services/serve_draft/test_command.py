@@ -67,7 +67,6 @@ def test_suffix_drafters_without_a_store_learn_together(directory):
 @pytest.mark.parametrize(
     ("drafter", "learn", "words"),
     [
-        ("hybrid:suffix+DIR@graft", False, "drafter: expected drafters that take turns, found a graft: a service"),
         ("hybrid:suffix+prompt_lookup", False, "drafter: expected a draft model, .* found n-grams"),
         ("hybrid:suffix+run_ahead:DIR", False, "drafter: expected a draft model, .* found draft that runs ahead"),
         ("hybrid:early_exit:1+DIR", False, "drafter: expected drafters that copy .* found an early exit"),
