@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.run_ahead import RunAheadProposer as RunAheadProposer
     from draftsmith.decode.proposers.suffix.proposer import SuffixProposer as SuffixProposer
     from draftsmith.decode.proposers.suffix.store import SuffixStore as SuffixStore
-    from draftsmith.decode.proposers.survival import FixedLength as FixedLength
     from draftsmith.decode.proposers.unigram import BlindProposer as BlindProposer
     from draftsmith.decode.rows import Departure as Departure
     from draftsmith.decode.rules import Cascade as Cascade
@@ -56,7 +55,6 @@ _EXPORTS = {
     "proposers.run_ahead": ("RunAheadProposer",),
     "proposers.suffix.proposer": ("SuffixProposer",),
     "proposers.suffix.store": ("SuffixStore",),
-    "proposers.survival": ("FixedLength",),
     "proposers.unigram": ("BlindProposer",),
     "rows": ("Departure",),
     "rules": ("Cascade", "Exact", "Threshold", "Typical"),

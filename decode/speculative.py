@@ -15,10 +15,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from draftsmith.decode.cache import CachedModel, Slots, check_rollback
 from draftsmith.decode.cache.forward import NO_TOKEN
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least
 from draftsmith.decode.generation import DecodeOutput, collect_output, generate_arguments, prepare_rows, run_decoder
 from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer, stack_tokens
-from draftsmith.decode.proposers.survival import FixedLength, as_length
 from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import Verdict
@@ -64,7 +63,7 @@ def speculative_generate(
     proposer: Proposer,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    draft_length: int | FixedLength | None = 4,
+    draft_length: int | None = 4,
     rule: str | Rule = "exact",
     seed: int = 0,
     **generate_kwargs: Any,
@@ -77,7 +76,7 @@ def speculative_generate(
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
         draft_length: γ, depth of a draft; less near the length limit. None is the proposer's `longest`, or 4 without
-            one. A `FixedLength` may also cut drafts where they are unlikely to be accepted.
+            one.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with other levels.
         seed: row i has its own generator, seeded with seed + i; its draws do not depend on the batch.
@@ -109,7 +108,7 @@ def speculative_decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     proposer: Proposer,
-    draft_length: int | FixedLength | None = 4,
+    draft_length: int | None = 4,
     rule: str | Rule = "exact",
     compiled: bool = False,
     observer: Observer | None = None,
@@ -127,29 +126,36 @@ def speculative_decode(
         InputError: as `speculative_generate`, or an input or option of `generate` that is not served.
     """
     check_rollback(model, "target")
-    rule, length = as_rule(rule), as_length(draft_length, proposer.longest)
+    rule, draft_length = as_rule(rule), _draft_length(draft_length, proposer.longest)
     rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
-    _write(model, proposer, list(rows), length, rule, compiled, observer)
+    _write(model, proposer, list(rows), draft_length, rule, compiled, observer)
     return collect_output(rows, input_ids, generation_config, rule.lossy, proposer.positions)
+
+
+def _draft_length(draft_length: int | None, longest: int | None) -> int:
+    """Return γ in the range of a proposer whose greatest is `longest`."""
+    draft_length = longest or 4 if draft_length is None else draft_length
+    at_least(1).check("draft_length", draft_length)
+    if longest is not None and draft_length > longest:
+        raise InputError(
+            f"draft_length: expected at most the {longest} tokens that the draft was trained to propose, found "
+            f"{draft_length}"
+        )
+    return draft_length
 
 
 def _write(
     model: PreTrainedModel,
     proposer: Proposer,
     rows: list[TextRow],
-    length: FixedLength,
+    draft_length: int,
     rule: Rule,
     compiled: bool,
     observer: Observer | None,
 ) -> None:
     """Write texts to their ends, a round at a time (Leviathan et al. 2023, algorithm 1)."""
-    task = _task(model, rows, length, rule, compiled)
+    task = _task(model, rows, draft_length, rule, compiled)
     largest = proposer.start(task)
-    if length.survival and not proposer.cuts:
-        raise InputError(
-            "survival: expected chains of a drafter that knows its confidence, under the exact rule, found "
-            f"{type(proposer).__name__}"
-        )
     wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
     # The target returns to no token before its last block.
     target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, rollback=0, **wants)
@@ -158,7 +164,7 @@ def _write(
         rows, roots = texts.rows, texts.lengths + -1
         # Draft γ tokens from q, but leave room for the target's own.
         contexts = RowTexts(rows)
-        drafts = proposer.propose(contexts, [min(length.longest, row.room - 1) for row in rows])
+        drafts = proposer.propose(contexts, [min(draft_length, row.room - 1) for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
         width = max(len(draft.tree) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
@@ -187,21 +193,18 @@ def _write(
             proposer.select(unfinished)
 
 
-def _task(
-    model: PreTrainedModel, rows: Sequence[TextRow], length: FixedLength, rule: Rule, compiled: bool
-) -> DraftTask:
+def _task(model: PreTrainedModel, rows: Sequence[TextRow], draft_length: int, rule: Rule, compiled: bool) -> DraftTask:
     sampler, samplers = rows[0].sampler, [row.sampler for row in rows]
     return DraftTask(
         sampler,
         model.config.get_text_config().vocab_size,
         [row.generator for row in rows],
         max(len(row.text) for row in rows),
-        length.longest,
+        draft_length,
         draw_siblings=not rule.lossy,
         compiled=compiled,
         target=model,
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
-        survival=None if rule.lossy else length.cut,  # lossy rules read max q
     )
 
 

@@ -26,8 +26,6 @@ from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.starts import (
     LogitsOfRounds,
     acceptance_by_start,
-    confidence_by_start,
-    greatest_q,
     ranks_by_start,
 )
 from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions
@@ -124,27 +122,6 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
         ranks = [self._ranks(target, text, sampler, widths, chains) for text in texts]
         return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
-
-    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
-        """Return the confidence by start and offset of chains."""
-        if self.tree is not None:
-            return None
-        assert task.target is not None
-        depth, (_, texts) = (
-            min(task.draft_length, self.longest or task.draft_length),
-            fit_positions(texts, self.positions),
-        )
-        with torch.inference_mode():
-            return [
-                confidence_by_start(
-                    text, depth, self.confidence_of(task.target, text, task.sampler, depth), task.vocab_size
-                )
-                for text in texts
-            ]
-
-    def confidence_of(self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, depth: int) -> LogitsOfRounds:
-        """Return the function that gives the confidence of guesses, (C,), in place of their logits."""
-        return greatest_q(text, sampler, depth, self.logits_of(target, text, depth))
 
     @torch.inference_mode()
     def _ranks(

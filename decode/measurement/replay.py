@@ -163,7 +163,6 @@ def replay_acceptance(
     top_p: float = 1.0,
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
-    survival: float = 0.0,
 ) -> Replay:
     """Replay a drafter's acceptance on texts that the target wrote, under the temperature and filters of the writing.
 
@@ -172,8 +171,7 @@ def replay_acceptance(
 
     The sequences are prompts with texts, (T,) int64, without padding. `max_new_tokens` is the limit under which they
     were written, past whose end a decoder still drafts; None takes each text's own length. `allow_biased` replays
-    texts that the target does not seem to have written, and marks the result. Chains end before the first slot whose
-    `survival` is less, as those of a decoder of single rows with `FixedLength(γ, survival)`.
+    texts that the target does not seem to have written, and marks the result.
 
     Raises:
         InputError: replay does not apply to the drafter, or the target did not write a text.
@@ -188,7 +186,6 @@ def replay_acceptance(
         sampler,
         max_new_tokens,
         allow_biased,
-        survival=survival,
     )
     return replays[""]
 
@@ -205,7 +202,6 @@ def replay_drafters(
     allow_biased: bool = False,
     rounds_of: int | None = None,
     stretches: Sequence[np.ndarray] = (),
-    survival: float = 0.0,
 ) -> dict[Key, Replay]:
     """Replay several drafters with one forward of the target; keep `rounds` for γ = `rounds_of`.
 
@@ -221,9 +217,7 @@ def replay_drafters(
             raise InputError(refusal)
     state = PartialState()
     indices = range(len(texts))[state.process_index :: state.num_processes]
-    shares = [
-        _share(target, proposers, texts, indices, draft_lengths, sampler, allow_biased, rounds_of, stretches, survival)
-    ]
+    shares = [_share(target, proposers, texts, indices, draft_lengths, sampler, allow_biased, rounds_of, stretches)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
@@ -257,7 +251,6 @@ def _share(
     allow_biased: bool,
     rounds_of: int | None,
     stretches: Sequence[np.ndarray],
-    survival: float,
 ) -> _Share[Key]:
     """Replay the texts at these indices, in batches that fit into memory."""
     share: _Share[Key] = _Share()
@@ -280,8 +273,6 @@ def _share(
                 distributions = _distributions(target, members, sampler, share, allow_biased)
                 replays, computed = {}, dict[int, list[TextReplay]]()
                 batches = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
-                if survival:
-                    batches = {k: _cut(proposers[k], task, members, batch, survival) for k, batch in batches.items()}
                 for name, replayed in batches.items():
                     # Drafters may share one replay, whose sums are then taken once.
                     if id(replayed) not in computed:
@@ -294,18 +285,6 @@ def _share(
     except InputError as error:
         share.refusal = str(error)
     return share
-
-
-def _cut(
-    proposer: Proposer, task: DraftTask, texts: Sequence[WrittenText], replayed: BatchReplay, survival: float
-) -> BatchReplay:
-    """Return the replay of drafts that end by their survival."""
-    confidences = proposer.confidences(task, texts)
-    if confidences is None:
-        raise InputError(
-            f"survival: expected chains whose confidence is known without decoding, found {type(proposer).__name__}'s"
-        )
-    return replayed.cut(texts, confidences, survival)
 
 
 def _distributions(

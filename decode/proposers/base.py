@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import pad_right
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.survival import Survival
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_deterministic
 from draftsmith.decode.replay.texts import AtTokens, Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
@@ -172,7 +171,6 @@ class DraftTask:
     """The greatest γ of drafters that take turns with this one: its cache may lack that many tokens."""
     row_samplers: Sequence[Sampler] = ()
     """Each row's warping; set only where rows differ, because a processor depends on the prompt's length or the row."""
-    survival: Survival | None = None  # cuts the chains of drafters that know their confidence; None cuts nothing
 
     @property
     def samplers(self) -> Sequence[Sampler]:
@@ -210,7 +208,6 @@ class Proposer(ABC):
     """Ascending depths in the target's layers, whose features outcomes hold concatenated: F = H × their number. A
     proposer wants these or hidden states, not both."""
     at_once: bool = False  # whether a draft costs about the same at any length
-    cuts: bool = False  # after `start`, whether drafts end where the task's `survival` says, and hold their confidence
     positions: int | None = None  # the longest text that it drafts for, in tokens; None for no limit
     longest: int | None = None  # the greatest depth of its drafts at any draft length; None for no limit
 
@@ -258,13 +255,6 @@ class Proposer(ABC):
             InputError: drafts that replay does not apply to.
         """
         raise InputError(str(self.replay_refusal(task.sampler.do_sample)))
-
-    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
-        """Return the confidence at each text's starts and offsets, (N, K), if its own tokens were drafted before.
-
-        None if chains have none that is known without decoding. Entries after the text's end are 1.
-        """
-        return None
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return a function that gives q after every context of texts; None if q is not a function of the text.

@@ -26,23 +26,14 @@ MOST_LAYERS = 16  # the greatest number of layers in all steps of a program: eac
 class DraftForward(Forward):
     """The base class of programs that draft a tree of fixed shape for each row; subclasses compute the logits.
 
-    Tokens are drawn if `drawn`, and the most likely ones otherwise. If `confident`, the outputs also hold max q of each
-    token's context. `key` distinguishes programs: see `Forward`.
+    Tokens are drawn if `drawn`, and the most likely ones otherwise. `key` distinguishes programs: see `Forward`.
     """
 
     sources = tuple(inspect.getfile(module) for module in (sampling, tree, draft_tree))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shape: Tree,
-        vocab_size: int,
-        drawn: bool,
-        key: tuple[Any, ...] = (),
-        confident: bool = False,
-    ):
-        super().__init__(model, (shape.parents, vocab_size, drawn, confident, *key))
-        self.tree, self.vocab_size, self.drawn, self.confident = shape, vocab_size, drawn, confident
+    def __init__(self, model: nn.Module, shape: Tree, vocab_size: int, drawn: bool, key: tuple[Any, ...] = ()):
+        super().__init__(model, (shape.parents, vocab_size, drawn, *key))
+        self.tree, self.vocab_size, self.drawn = shape, vocab_size, drawn
         # Indices are buffers: they move with the module, and become part of the program.
         for level in shape.levels(torch.device("cpu")):
             for field in fields(Level):
@@ -88,19 +79,18 @@ class DraftForward(Forward):
 
         levels = self.levels()
         tokens = levels[0].children.new_zeros(last.shape[0], len(self.tree))
-        drafted = choose(self.tree, levels, tokens, scores_after, next_uniforms if self.drawn else None, self.confident)
+        drafted = choose(self.tree, levels, tokens, scores_after, next_uniforms if self.drawn else None)
         q = drafted.siblings or (() if drafted.probabilities is None else (drafted.probabilities,))
-        sure = () if drafted.confidence is None else (drafted.confidence,)
-        return [torch.cat([last, drafted.tokens], 1), *q, *sure]
+        return [torch.cat([last, drafted.tokens], 1), *q]
 
 
-def read_draft(outputs: Sequence[Tensor], confident: bool = False) -> StaticDraft:
+def read_draft(outputs: Sequence[Tensor]) -> StaticDraft:
     """Return the draft in the outputs of a `DraftForward`."""
     block, *q = outputs
-    tokens, confidence = block[:, 1:], q.pop() if confident else None
+    tokens = block[:, 1:]
     if len(q) == 3:  # a drawn tree: supports, probabilities and indices
         return StaticDraft(tokens, siblings=(q[0], q[1], q[2]), block=block)
-    return StaticDraft(tokens, q[0] if q else None, confidence=confidence, block=block)
+    return StaticDraft(tokens, q[0] if q else None, block=block)
 
 
 def make_draws(
@@ -154,10 +144,8 @@ class ModelDraftForward(DraftForward):
     A model with further inputs takes for drafted tokens the `states` that `read` returns.
     """
 
-    def __init__(
-        self, block: BlockForward, shape: Tree, vocab_size: int, drawn: bool, read: ReadOutput, confident: bool = False
-    ):
-        super().__init__(block.model, shape, vocab_size, drawn, (block.key, read.__qualname__), confident)
+    def __init__(self, block: BlockForward, shape: Tree, vocab_size: int, drawn: bool, read: ReadOutput):
+        super().__init__(block.model, shape, vocab_size, drawn, (block.key, read.__qualname__))
         over_states = block.reading(("states",)) if block.further else block
         self._blocks, self._read = [block, over_states], read  # in a list: submodules would be registered
 

@@ -89,7 +89,6 @@ class DraftModelProposer(Proposer):
             widest = self.tree.width
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
-        self.cuts = task.survival is not None and self.tree is None
         self.in_programs = task.compiled and self.fits_programs(task)
         self.feeder = self.make_feeder(task, self.most_fed(task))
         self._fed: list[list[int]] = []  # for each row of the last draft, each node's slot after the text, or −1
@@ -209,25 +208,6 @@ class DraftModelProposer(Proposer):
             return replay_by_position(texts, pad_tokens(acceptance, texts, 0.0), overlaps)
         return replay_by_ranks(texts, pad_tokens(ranks, texts, NONE), self.tree, overlaps)
 
-    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
-        """Return max q by start and offset: that of the position, for chains."""
-        if self.tree is not None:
-            return None
-        drafted, texts = fit_positions(texts, self.positions)
-        sure = []
-        for text, logits in zip(drafted, teacher_forced(self.draft_model, drafted), strict=True):
-            parts = [text.sequence.new_zeros(0, dtype=torch.float32)]
-            for first, end in chunks(len(text), task.vocab_size):
-                logits_CV = align_vocabulary(logits(first, end), task.vocab_size).to(text.sequence.device)
-                contexts = contexts_of(text, task.sampler, first, end)
-                parts.append(task.sampler.scores(logits_CV, contexts).softmax(-1).amax(-1))
-            sure.append(torch.cat(parts))
-        padded = pad_tokens(sure, texts, 1.0)
-        return [
-            torch.nn.functional.pad(rates_N, (0, task.draft_length - 1), value=1.0).unfold(0, task.draft_length, 1)
-            for rates_N in padded
-        ]
-
     def _accepted(self, scores_CV: Tensor, p_CV: Tensor | None, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a_i, Σ_v min(p, q) and, of a tree, the ranks of some tokens of a text, (C,); p is None at T=0."""
         ranks_C = tokens_C.new_zeros(0, dtype=torch.int16)
@@ -250,7 +230,7 @@ class DraftModelProposer(Proposer):
     @property
     def wants_confidence(self) -> bool:
         """True if drafts hold their confidence."""
-        return self.cuts or not self.task.draw_siblings  # lossy rules may read it
+        return not self.task.draw_siblings  # lossy rules may read it
 
     def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> Drafts:
         """Draft all rows a token at a time, and cut each row's draft to its length at the end."""
@@ -260,16 +240,10 @@ class DraftModelProposer(Proposer):
         distributions: list[Tensor] = []  # of each step, (B, V)
         if drawn:  # each row's numbers come from its own generator: its draft does not depend on the other rows
             u_BK = uniforms(self.generators, draft_lengths, torch.float64, logits.device)
-        survival = self.task.survival if self.cuts else None
-        if survival is not None:
-            survival.begin(draft_lengths)
         for step in range(max(draft_lengths)):
             scores = scores_of_rows(samplers, logits, texts)
             if drawn or self.wants_confidence:
                 distributions.append(scores.softmax(-1))
-            if survival is not None and not survival.keeps(step, distributions[-1].amax(-1).tolist()):
-                lengths = [min(k, step) for k in lengths]
-                break  # the last token was fed for nothing
             for row in range(len(texts)) if samplers[0].asks_user else ():
                 if active[row] and bool(scores[row].isneginf().all()):  # there is nothing to draft
                     active[row], lengths[row] = False, step
@@ -282,7 +256,7 @@ class DraftModelProposer(Proposer):
             if not samplers[0].context_free:
                 fed = zip(samplers, texts, fed_B1, scores.gather(1, fed_B1), strict=True)
                 texts = [sampler.after(*args) for sampler, *args in fed]
-        tokens_BK = torch.stack(tokens, 1) if tokens else contexts[0].new_zeros(len(texts), 0)
+        tokens_BK = torch.stack(tokens, 1)
         q_BKV = torch.stack(distributions, 1) if distributions else None
         confidence_BK = q_BKV.amax(-1) if q_BKV is not None and self.wants_confidence else None
         # A row's last token was not fed.
@@ -304,11 +278,9 @@ class DraftModelProposer(Proposer):
         whole = parts[0]
         if len(parts) > 1:
             q = [part.probabilities for part in parts if part.probabilities is not None]
-            sure = [part.confidence for part in parts if part.confidence is not None]
             tokens_BK = torch.cat([part.tokens for part in parts], 1)
-            q_BKV, confidence_BK = (torch.cat(each, 1) if each else None for each in (q, sure))
-            whole = StaticDraft(tokens_BK, q_BKV, confidence=confidence_BK)
-        drafts = whole.drafts(tree, draft_lengths, self.task.survival)
+            whole = StaticDraft(tokens_BK, torch.cat(q, 1) if q else None)
+        drafts = whole.drafts(tree, draft_lengths)
         self._fed = [fed_slots(tree, draft.tree.depth) for draft in drafts]
         return drafts
 
@@ -316,15 +288,15 @@ class DraftModelProposer(Proposer):
         drawn, vocab_size, tokens = self.draws, self.task.vocab_size, block.tokens
         draws = make_draws(shape, vocab_size, self.temperature, self.generators, draft_lengths, tokens.device)
         outputs = self.feeder.model.compute(
-            (shape.parents, drawn, self.cuts),
-            lambda forward: ModelDraftForward(forward, shape, vocab_size, drawn, self.feeder.read, self.cuts),
+            (shape.parents, drawn),
+            lambda forward: ModelDraftForward(forward, shape, vocab_size, drawn, self.feeder.read),
             tokens,
             block.slots,
             tokens.shape[1] + len(shape),
             [block.kept, block.at, block.ends, draws],
             block.further,
         )
-        return read_draft(outputs, self.cuts)
+        return read_draft(outputs)
 
     def _static_trees(
         self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor

@@ -5,7 +5,7 @@ Shape suffixes: B rows, F nodes of a frontier, K nodes, N nodes fed so far, V vo
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.forward import likeliest
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Proposal, Proposer, SiblingDraws
-from draftsmith.decode.proposers.survival import Survival
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler, draw_rows, draw_siblings, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
@@ -73,8 +72,6 @@ class TreeProposer(Proposer):
 LogitsAfter = Callable[[Level, Tensor], Tensor]
 """(a level, the tokens drafted so far (B, K)) → the drafter's logits after each of its P parents, (B, P, V), or
 (B, 1, V) if these are alike for all parents."""
-Confidence = Callable[[Tensor], Tensor]
-"""A chain's tokens, (B, K) → the estimated acceptance of each after those before it, (B, K)."""
 ScoresAfter = Callable[[Level, Tensor], Tensor]  # a `LogitsAfter` of processed logits
 Uniforms = Callable[[Level, int, torch.dtype], Tensor]
 """(a level, numbers for each parent, dtype) → uniform numbers on [0, 1), (B, P × numbers)."""
@@ -95,12 +92,10 @@ class StaticDraft:
     confidence: Tensor | None = None  # of each node's context, (B, K): see `Proposal`
     block: Tensor | None = None  # see `Drafts`
 
-    def drafts(self, tree: Tree, draft_lengths: Sequence[int], survival: Survival | None = None) -> list[Proposal]:
-        """Return the rows' drafts, cut to their lengths, and chains also by their survival."""
+    def drafts(self, tree: Tree, draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Return the rows' drafts, cut to their lengths."""
         if tree.is_chain:
             lengths = [min(k, self.tokens.shape[1]) for k in draft_lengths]
-            if survival is not None and self.confidence is not None:
-                lengths = survival.cut(self.confidence, lengths)
             return Drafts.chains(lengths, self.tokens, self.probabilities, self.confidence, self.block)
         row_siblings: Sequence[SiblingDraws | None] = [None] * len(draft_lengths)
         if self.siblings is not None:
@@ -130,15 +125,13 @@ def draft_static_tree(
     draft_lengths: Sequence[int],
     generators: Sequence[torch.Generator | None],
     drawn: bool,
-    confidence: Confidence | bool,
+    confidence: bool,
     logits_after: LogitsAfter,
-    survival: Survival | None = None,
 ) -> list[Proposal]:
     """Draft a tree of one shape for each row, a depth at a time, and cut it to the row's draft length.
 
     If `drawn`, siblings are drawn without replacement, and the tokens of a chain are drawn; otherwise tokens are the
-    most likely ones. Drafts hold max q if `confidence` is True, or what it computes; `survival` cuts chains by it. The
-    other arguments are as for `choose`.
+    most likely ones. Drafts hold max q if `confidence`. The other arguments are as for `choose`.
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
     known: Known = {}
@@ -152,17 +145,8 @@ def draft_static_tree(
         counts = [numbers * (level.depth < k) for k in draft_lengths]
         return uniforms(generators, counts, dtype, tokens.device)
 
-    levels = tree.levels(tokens.device)
     drawing = draw_uniforms if drawn else None
-    if callable(confidence):
-        draft = choose(tree, levels, tokens, scores_after, drawing)
-        return replace(draft, confidence=confidence(draft.tokens)).drafts(tree, draft_lengths, survival)
-    if survival is not None:
-        survival.begin(draft_lengths)
-    draft = choose(tree, levels, tokens, scores_after, drawing, confidence, survival if tree.is_chain else None)
-    if drawing is not None and tree.is_chain:
-        for level in levels[draft.tokens.shape[1] :]:
-            drawing(level, 1, torch.float64)  # a program, which drafts to the end, spends these numbers too
+    draft = choose(tree, tree.levels(tokens.device), tokens, scores_after, drawing, confidence)
     return draft.drafts(tree, draft_lengths)
 
 
@@ -173,12 +157,11 @@ def choose(
     scores_after: ScoresAfter,
     uniforms: Uniforms | None,
     wants_confidence: bool = False,
-    survival: Survival | None = None,
 ) -> StaticDraft:
     """Choose the tokens of all rows' trees of one shape, a depth at a time, eagerly or in a program.
 
     The tokens, (B, K) int64, are written in place. Without `uniforms` they are the most likely ones.
-    `wants_confidence` adds max q of each node's context, by which `survival` ends chains early.
+    `wants_confidence` adds max q of each node's context.
     """
     siblings = _DrawnSiblings(tokens) if uniforms is not None and not tree.is_chain else None
     confidence: Tensor | None = None
@@ -188,9 +171,6 @@ def choose(
         if wants_confidence:
             confidence = scores_BFV.new_zeros(tokens.shape) if confidence is None else confidence
             likeliest_BP = scores_BFV.softmax(-1).amax(-1).expand(-1, parents)
-            if survival is not None and not survival.keeps(level.depth, likeliest_BP[:, 0].tolist()):
-                tokens, confidence = tokens[:, : level.depth], confidence[:, : level.depth]
-                break
             confidence.index_copy_(1, level.children, likeliest_BP.index_select(1, level.parent))
         # The W candidates of each parent: drawn siblings, one drawn token, or the most likely tokens.
         if siblings is not None and uniforms is not None:

@@ -87,7 +87,6 @@ class HybridProposer(Proposer):
 
     def start(self, task: DraftTask) -> int:
         """Begin with all drafters, and return the greatest number of tokens of a draft."""
-        task = replace(task, survival=None)
         copied = max(drafter.start(task) for drafter in self.first)
         # Programs draft to the depth of their task, so the last drafter's task has its own length.
         last_task = replace(

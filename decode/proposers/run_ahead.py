@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import Tree
 
 
@@ -57,15 +56,9 @@ class RunAheadProposer(DraftModelProposer):
         self._accepted_length = 0  # the cache may hold this many tokens of the text
         # Copies of the processors, as the target's thread uses them at the same time.
         sampler = task.sampler.on(device)
-        largest = super().start(
-            replace(task, sampler=sampler, row_samplers=(), generators=[torch.Generator(device)], survival=None)
-        )
+        largest = super().start(replace(task, sampler=sampler, row_samplers=(), generators=[torch.Generator(device)]))
         self._reseed()
         return largest
-
-    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
-        """Return None: nothing is cut."""
-        return None
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return the draft made ahead, or draft a chain; then start running ahead of it."""

@@ -71,29 +71,6 @@ class BatchReplay:
     sources: Sequence[Tensor] = ()
     """For each text, if drafters take turns, the index of the drafter of a round from each token, (N,)."""
 
-    def cut(self, texts: Sequence[WrittenText], confidences: Sequence[Tensor], level: float) -> "BatchReplay":
-        """Return the replay of chains that end before the first slot whose survival is below a level, row by row.
-
-        `confidences` are each text's by start and offset, (N, K). Rounds and accepted tokens are a decoder's. As many
-        tokens count as drafted as the text's own tokens lead to; a decoder continues with its own.
-        """
-        assert self.rounds is not None
-        whole, kept = self.rounds, [(~(rates_NK.cumprod(1) < level)).cpu() for rates_NK in confidences]
-
-        @lru_cache
-        def rounds(draft_length: int) -> list[StartRounds]:
-            pairs = zip(whole(draft_length), kept, strict=True)
-            return [
-                StartRounds(*(x.where(kept_NK[:, : x.shape[1]], 0) for x in (r.acceptance, r.widths)))
-                for r, kept_NK in pairs
-            ]
-
-        def chains(draft_length: int) -> list[Tensor]:
-            return [start_rounds.acceptance for start_rounds in rounds(draft_length)]
-
-        first = [a_NK[:, 0] for a_NK in chains(1)]
-        return BatchReplay(first, self.overlaps, lambda k: counts_of_rounds(texts, rounds(k)), chains, rounds)
-
     def stretches(
         self, texts: Sequence[WrittenText], labels: Sequence[np.ndarray], draft_lengths: Sequence[int]
     ) -> list[Stretches] | None:

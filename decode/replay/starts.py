@@ -81,29 +81,6 @@ def acceptance_by_start(
     return a_NK.where(drafted_NK, 0.0), common_NK.where(drafted_NK, 0.0), drafted_NK
 
 
-def confidence_by_start(text: WrittenText, depth: int, confidence_of: LogitsOfRounds, vocab_size: int) -> Tensor:
-    """Return a chain's confidence by start and offset, (N, K) on the host; 1 where no token of the text is.
-
-    `confidence_of` is as the function that gives a drafter's logits, with the confidences, (C,), in their place.
-    """
-    rates_NK = torch.ones(len(text), depth, device=text.sequence.device)
-    for first, end in chunks(len(text), vocab_size, first=1):
-        for j, rates_C in zip(range(min(depth, len(text) - first)), confidence_of(first, end), strict=False):
-            last = min(end, len(text) - j)
-            rates_NK[first:last, j] = rates_C[: last - first].to(rates_NK)
-    return rates_NK.cpu()
-
-
-def greatest_q(text: WrittenText, sampler: Sampler, depth: int, logits_of: LogitsOfRounds) -> LogitsOfRounds:
-    """Return the function that gives max q, (C,), in place of a drafter's logits."""
-
-    def confidence_of(first: int, end: int) -> Iterator[Tensor]:
-        for _, scores_CV in _scores(text, sampler, depth, logits_of, first, end):
-            yield scores_CV.softmax(-1).amax(-1)
-
-    return confidence_of
-
-
 def _scores(
     text: WrittenText, sampler: Sampler, depth: int, logits_of: LogitsOfRounds, first: int, end: int
 ) -> Iterator[tuple[int, Tensor]]:

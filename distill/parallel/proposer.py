@@ -19,7 +19,7 @@ from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions,
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
-from draftsmith.distill.parallel.replay import text_acceptance, text_confidences, text_ranks
+from draftsmith.distill.parallel.replay import text_acceptance, text_ranks
 
 
 class ParallelDraftProposer(TreeProposer, DraftModelProposer):
@@ -97,15 +97,6 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         ranks = [part.up_to(len(text)) for (part, _), text in zip(ranked, texts, strict=True)]
         return replay_by_start_ranks(ranks, tree, [agreement_N for _, agreement_N in ranked])
 
-    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
-        """Return max q by start and offset of chains."""
-        if self.tree is not None:
-            return None
-        drafted, texts = fit_positions(texts, self.positions)
-        depth = self._cut(task.draft_length)
-        rates = [text_confidences(self.draft_model, text, task.sampler, task.vocab_size, depth) for text in drafted]
-        return pad_tokens(rates, texts, 1.0)
-
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)
 
@@ -127,7 +118,6 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
             self.draws and (self.tree is None or self.task.draw_siblings),
             self.wants_confidence,
             lambda level, tokens: logits_BKV[:, level.depth, None],
-            self.task.survival,
         )
 
     def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> list[Proposal]:
@@ -144,4 +134,4 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         if self.wants_confidence:
             confidence_BK = scores.softmax(-1).amax(-1).view(logits_BKV.shape[:2])
         draft = StaticDraft(tokens_BK, drawn_BKV, confidence=confidence_BK)
-        return draft.drafts(Tree.chain(tokens_BK.shape[1]), draft_lengths, self.task.survival)
+        return draft.drafts(Tree.chain(tokens_BK.shape[1]), draft_lengths)

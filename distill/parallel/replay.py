@@ -85,16 +85,6 @@ def text_acceptance(
     return a_NK.where(inside, 0.0), common_N
 
 
-def text_confidences(
-    model: PreTrainedModel, text: WrittenText, sampler: Sampler, vocab_size: int, depth: int
-) -> Tensor:
-    """Return max q by start and offset, (N, K); 1 where no token of the text is."""
-    rates_NK = torch.ones(len(text), depth)
-    for starts_E, offsets_E, scores_EV in _drafts(model, text, sampler, vocab_size, depth):
-        rates_NK[starts_E, offsets_E] = scores_EV.softmax(-1).amax(-1).to(rates_NK)
-    return rates_NK
-
-
 @torch.inference_mode()
 def _drafts(
     model: PreTrainedModel, text: WrittenText, sampler: Sampler, vocab_size: int, depth: int

@@ -181,13 +181,11 @@ def work_of_blocks(drafter: BlockDrafter, share: float) -> Work:
     return Work(round(decoder), round(logits), round(slots * attended), decoder / (decoder + logits))
 
 
-def logits_of_blocks(
-    target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText, confident: bool = False
-) -> LogitsOfRounds:
+def logits_of_blocks(target: PreTrainedModel, drafter: BlockDrafter, text: WrittenText) -> LogitsOfRounds:
     """Return the drafter's logits by start and guess for replay, from one target forward.
 
     After a prompt of P tokens, the round from s ≥ 1 has the anchor x_{s−1}, at position P + s − 1; its guess j is
-    x_{s+j}. If `confident` the function gives what the confidence head estimates, (C,), in place of logits.
+    x_{s+j}.
     """
     if len(text) < 2:  # nothing is drafted
         return lambda first, end: iter(())
@@ -213,9 +211,6 @@ def logits_of_blocks(
         )
         # Guesses after the text's end have no tokens before them, and nobody asks for their logits.
         before_CS = tokens_before(drafter, ids_T[None], None, rounds_C[None])[0]
-        if confident:
-            yield from drafter.confidence(hidden_CSH, before_CS, embed).float().sigmoid().unbind(1)
-            return
         side_CKR = drafter.sides(hidden_CSH, before_CS, embed)
         hidden_CKH = drafter.guessing(hidden_CSH)
         for guess in range(drafter.config.guesses):

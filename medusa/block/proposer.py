@@ -10,7 +10,7 @@ Shape suffixes: B rows, L positions, K guesses, S slots, H hidden, V vocabulary,
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from draftsmith.decode.cache.layers import Axes
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Proposal
 from draftsmith.decode.proposers.draft_forward import DraftForward, make_draws, read_draft
-from draftsmith.decode.proposers.draft_tree import Confidence, LogitsAfter, draft_static_tree
+from draftsmith.decode.proposers.draft_tree import LogitsAfter, draft_static_tree
 from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler, align_vocabulary
@@ -97,12 +97,6 @@ class BlockModel(PreTrainedModel):
 
         return logits_after
 
-    def confidence(self, hidden_BSH: Tensor, ends_B2: Tensor, tokens_BK: Tensor) -> Tensor:
-        """Return the confidence head's probability that each token of a chain is accepted after the others, (B, K)."""
-        before_BS = torch.cat([ends_B2[:, 1 - self.config.silent :], tokens_BK[:, :-1]], dim=1)
-        assert self.embed is not None
-        return self.drafter.confidence(hidden_BSH, before_BS, self.embed).float().sigmoid()
-
     def _read(self, before: Tensor) -> Tensor:
         assert self.embed is not None
         return self.drafter.read(before, self.embed)
@@ -151,18 +145,15 @@ class BlockModel(PreTrainedModel):
 class BlockDraftForward(DraftForward):
     """The forward that feeds the features that the cache lacks, and drafts a block after them.
 
-    `over_text` is a `BlockModel`'s forward over features. If `confident`, the confidence is `BlockModel.confidence`, or
-    max q of a drafter without a confidence head.
+    `over_text` is a `BlockModel`'s forward over features.
     """
 
     sources = tuple(inspect.getfile(cls) for cls in (BlockModel, BlockDrafter, *HEADS))
 
-    def __init__(self, over_text: BlockForward, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
+    def __init__(self, over_text: BlockForward, shape: Tree, vocab_size: int, drawn: bool):
         model: Any = over_text.model
         head = model.head
-        self._estimates = confident and model.drafter.confidence_head is not None
-        key = over_text.key, head.scale, head.softcap, self._estimates
-        super().__init__(model, shape, vocab_size, drawn, key, confident and not self._estimates)
+        super().__init__(model, shape, vocab_size, drawn, (over_text.key, head.scale, head.softcap))
         block = BlockForward(model, (), (), [True] * model.config.num_hidden_layers)
         self._forwards = [over_text, block]  # in a list, their models are no submodules
         self._slots = model.config.block_size
@@ -209,10 +200,7 @@ class BlockDraftForward(DraftForward):
             cached,
         )[0]
         logits_after = model.logits_after(self.tree, hidden_BSH, ends_B2, self.vocab_size)
-        chosen = self.choose(ends_B2[:, 1:], logits_after, draws)
-        if not self._estimates:
-            return chosen
-        return [*chosen, model.confidence(hidden_BSH, ends_B2, chosen[0][:, 1:])]
+        return self.choose(ends_B2[:, 1:], logits_after, draws)
 
 
 class BlockProposer(FeatureProposer):
@@ -266,12 +254,6 @@ class BlockProposer(FeatureProposer):
         """Return the logits of the blocks of all rounds: see `draftsmith.medusa.block.blocks`."""
         return logits_of_blocks(target, self.heads, text)
 
-    def confidence_of(self, target: PreTrainedModel, text: WrittenText, sampler: Sampler, depth: int) -> LogitsOfRounds:
-        """Return the function that gives the confidence head's estimates, or max q without one."""
-        if self.heads.confidence_head is None:
-            return super().confidence_of(target, text, sampler, depth)
-        return logits_of_blocks(target, self.heads, text, confident=True)
-
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return None, because a guess depends on where its block begins."""
         return None
@@ -291,11 +273,8 @@ class BlockProposer(FeatureProposer):
         )
         tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
         logits_after = self._block.logits_after(tree, hidden_BSH, ends_B2, self.task.vocab_size)
-        confidence: Confidence | bool = self.wants_confidence
-        if self.cuts and self.heads.confidence_head is not None:
-            confidence = partial(self._block.confidence, hidden_BSH, ends_B2)
         return draft_static_tree(
-            tree, self.samplers, texts, lengths, self.generators, drawn, confidence, logits_after, self.task.survival
+            tree, self.samplers, texts, lengths, self.generators, drawn, self.wants_confidence, logits_after
         )
 
     def _draft_in_program(
@@ -311,12 +290,12 @@ class BlockProposer(FeatureProposer):
         tokens, slots, further = feeder.take_block(texts)
         draws = make_draws(shape, task.vocab_size, self.temperature, self.generators, draft_lengths, ends_B2.device)
         outputs = feeder.model.compute(
-            (shape.parents, drawn, self.cuts),
-            lambda forward: BlockDraftForward(forward, shape, task.vocab_size, drawn, self.cuts),
+            (shape.parents, drawn),
+            lambda forward: BlockDraftForward(forward, shape, task.vocab_size, drawn),
             tokens,
             slots,
             max(lacking) + self.heads.config.block_size,
             [ends_B2, torch.tensor(lacking, device=ends_B2.device), draws],
             further,
         )
-        return read_draft(outputs, self.cuts).drafts(shape, draft_lengths, task.survival)
+        return read_draft(outputs).drafts(shape, draft_lengths)

@@ -22,7 +22,7 @@ from draftsmith.decode.replay.texts import AtTokens, Distributions, WrittenText,
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.heads.model import MedusaHeads, check_depth
-from draftsmith.medusa.heads.replay import replay_confidences, replay_heads, replay_ranks
+from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
 from draftsmith.train.losses.output_head import last_hidden
 
 
@@ -59,8 +59,8 @@ class HeadsModel(nn.Module):
 class HeadsForward(DraftForward):
     """The forward that drafts a tree of one shape with heads; arguments as in `DraftForward`."""
 
-    def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool, confident: bool = False):
-        super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),), confident)
+    def __init__(self, model: HeadsModel, shape: Tree, vocab_size: int, drawn: bool):
+        super().__init__(model, shape, vocab_size, drawn, (model.heads.config.to_json_string(),))
 
     @property
     def title(self) -> str:
@@ -141,7 +141,6 @@ class MedusaProposer(TreeProposer):
         if self._in_programs:
             self._programs, self._device, self._dtype = Programs.of(self._model), self.heads.device, self.heads.dtype
             self._program: Program | None = None
-        self.cuts = task.survival is not None and tree.is_chain
         return len(tree)
 
     def nodes(self, draft_length: int) -> int:
@@ -177,9 +176,8 @@ class MedusaProposer(TreeProposer):
             lengths,
             [self._generators[row] for row in rows],
             drawn=task.sampler.do_sample and task.draw_siblings,
-            confidence=self.cuts or not task.draw_siblings,  # a lossy rule may ask for it
+            confidence=not task.draw_siblings,  # a lossy rule may ask for it
             logits_after=lambda level, tokens: model.logits(level, hidden, last, tokens),
-            survival=task.survival,
         )
         if len(rows) == len(contexts):
             return proposals
@@ -197,9 +195,9 @@ class MedusaProposer(TreeProposer):
         inputs = [hidden_BH.to(device, self._dtype).contiguous(), last, draws]
         if self._program is None:
             assert self._model is not None
-            forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws), self.cuts)
+            forward = HeadsForward(self._model, tree, task.vocab_size, bool(draws))
             self._program = self._programs.get(forward, inputs)
-        return read_draft(self._program(*inputs), self.cuts).drafts(tree, draft_lengths, task.survival)
+        return read_draft(self._program(*inputs)).drafts(tree, draft_lengths)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the hidden state of the last token that was fed and accepted."""
@@ -243,13 +241,6 @@ class MedusaProposer(TreeProposer):
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth
         return replay_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
-
-    def confidences(self, task: DraftTask, texts: Sequence[WrittenText]) -> list[Tensor] | None:
-        """Return max q by start and offset of chains."""
-        if not self.tree.is_chain:
-            return None
-        assert task.target is not None
-        return [replay_confidences(task.target, self.heads, text, task.sampler) for text in texts]
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first head's distribution of each token, in a round that begins with that token.

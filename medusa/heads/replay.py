@@ -25,8 +25,6 @@ from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.decode.replay.starts import (
     LogitsOfRounds,
     acceptance_by_start,
-    confidence_by_start,
-    greatest_q,
     ranks_by_start,
 )
 from draftsmith.decode.replay.texts import AtTokens, WrittenText, contexts_of
@@ -108,14 +106,6 @@ def replay_heads(
     at_tokens, logits = distributions or distributions_at, _logits(target, heads, hidden, text)
     depth, vocab_size = heads.config.num_heads, heads.config.vocab_size
     return ReplayedHeads(*acceptance_by_start(text, sampler, depth, logits, at_tokens, vocab_size))
-
-
-@torch.inference_mode()
-def replay_confidences(target: PreTrainedModel, heads: MedusaHeads, text: WrittenText, sampler: Sampler) -> Tensor:
-    """Return max q of a chain of all heads by start and head, (N, K), if the text's own tokens were drafted before."""
-    logits = _logits(target, heads, text_states(target, text.sequence, text.prompt_length), text)
-    depth, vocab_size = heads.config.num_heads, heads.config.vocab_size
-    return confidence_by_start(text, depth, greatest_q(text, sampler, depth, logits), vocab_size)
 
 
 @torch.inference_mode()

@@ -19,7 +19,6 @@ from draftsmith.decode import (
     BlindProposer,
     Cascade,
     DraftModelProposer,
-    FixedLength,
     HybridProposer,
     InputError,
     SuffixProposer,
@@ -189,29 +188,6 @@ def test_programs_write_the_eager_tokens(untraced, shape, options):
     of_shape = {"medusa": "HeadsForward", "hydra": "HeadsForward", "block": "BlockDraftForward"}
     assert {"BlockForward", of_shape.get(shape.split()[0], "ModelDraftForward")} <= made
     assert ("CompiledRule" in made) == (options is not GREEDY and "tree" not in shape)
-
-
-LEVELS = {
-    "chain": 0.05,
-    "eagle chain": 0.01,
-    "hydra chain": 0.2,
-    "block chain": 0.2,
-    "block chain, windows": 0.01,
-    "block chain, recurrent": 0.2,
-}
-
-
-@pytest.mark.parametrize("options", TEMPERATURES.values(), ids=TEMPERATURES)
-@pytest.mark.parametrize("shape", LEVELS)
-def test_programs_cut_the_eager_drafts(untraced, shape, options):
-    """At a level of survival, which programs find after they drafted: by max q, or by the confidence head."""
-    drafter, cut = SHAPES[shape](), FixedLength(3, LEVELS[shape])
-    both(drafter, options, draft_length=cut, eos_token_id=ending(drafter, target(), options))
-    alone = both(drafter, options, draft_length=cut, rows=1)
-    uncut = speculate(drafter, target(), options, rows=1)
-    drafted, all_drafted = (out.counts.num_draft_tokens / out.counts.num_drafts for out in (alone, uncut))
-    assert 0 < drafted < all_drafted
-    assert any("DraftForward" in name or name == "HeadsForward" for name in kinds(untraced))
 
 
 def test_traced_programs_write_the_eager_tokens(traced):

@@ -304,7 +304,7 @@ def enumerated(
         prompts: decoded together.
         length: new tokens.
         width: rows of each prompt in a run: so many outcomes are followed at once.
-        draft_length: γ, or a `FixedLength`.
+        draft_length: γ.
         by_row: verify with the eager reference, a row at a time.
         company: prompts of further rows, which take the first outcome of each decision.
         hidden: what a state has beside its text and its rounds, given the path and the token that ended the last.

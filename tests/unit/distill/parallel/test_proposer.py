@@ -68,8 +68,8 @@ class Watched(ParallelDraftProposer):
         drafts = super().propose(contexts, draft_lengths)
         for context, draft, k in zip(contexts, drafts, draft_lengths, strict=True):
             depth = min(k, self.longest) if self.tree is None else self.tree.pruned(k)[0].depth
-            assert draft.tree.depth == depth or (self.cuts and draft.tree.depth < depth)
-            if not (depth := draft.tree.depth):
+            assert draft.tree.depth == depth
+            if not depth:
                 continue
             logits = eager(self.draft_model, context, depth)
             q = draft.probabilities
