@@ -109,7 +109,7 @@ def chunked_objectives(
     and the weight of its sum. `teacher` is None for an objective that needs no target.
     """
     weighted = [(states_NH, head, weight * counts_N[:, None]) for states_NH, head, counts_N, weight in learners]
-    return chunked_sums(objective.features, labels_N, weighted, teacher, sizes)
+    return _chunked(objective.features, labels_N, weighted, teacher, sizes)[0]
 
 
 def chunked_sum(
@@ -128,21 +128,6 @@ def chunked_sum(
     if nobody needs the sum. Without a teacher, the features must ignore p and get q's logits for it.
     """
     return _chunked(features, labels_N, [(hidden_NH, head, weights_NK)], teacher, sizes)
-
-
-def chunked_sums(
-    features: Features,
-    labels_N: Tensor,
-    learners: Sequence[tuple[Tensor, OutputHead, Tensor]],
-    teacher: TeacherDistributions | None,
-    sizes: ChunkSizes | None = None,
-) -> Tensor:
-    """Return `chunked_sum` over several heads that learn from the same p, which is computed once for all of them.
-
-    Each learner is its hidden states (N, H), its head (several may share one), and constant weights (N, K), 0 at
-    positions that it does not learn.
-    """
-    return _chunked(features, labels_N, learners, teacher, sizes)[0]
 
 
 def chunked_features(

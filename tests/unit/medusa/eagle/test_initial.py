@@ -53,16 +53,15 @@ def test_they_compute_what_the_last_layer_does_on_what_it_sees(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("qwen2", "the target's last layer has self_attn.k_proj.bias, which Llama's does not have"),
-        ("qwen3", "the target's last layer has self_attn.k_norm.weight, which Llama's does not have"),
-        ("gemma2", "the target's last layer has post_feedforward_layernorm.weight, which Llama's does not have"),
-        ("gemma3", "the target's last layer has post_feedforward_layernorm.weight, which Llama's does not have"),
-        ("phi3", "the target's last layer has mlp.gate_up_proj.weight, which Llama's does not have"),
-        ("gpt-oss", "the target's last layer has mlp.experts.down_proj, which Llama's does not have"),
+        ("qwen2", "self_attn.k_proj.bias"),
+        ("qwen3", "self_attn.k_norm.weight"),
+        ("gemma2", "post_feedforward_layernorm.weight"),
+        ("phi3", "mlp.gate_up_proj.weight"),
+        ("gpt-oss", "mlp.experts.down_proj"),
     ],
 )
 def test_other_families_begin_at_random_and_uniform_at_most(name, said):
-    target = stirred(tiny_model(name))
+    target, said = stirred(tiny_model(name)), f"the target's last layer has {said}, which Llama's does not have"
     if not target.config.tie_word_embeddings:
         target.get_output_embeddings().weight.data.mul_(2)  # rows that would be far apart
     config = run_of(layer_ids=[1, 2])

@@ -115,15 +115,6 @@ def test_windows_are_computed_a_few_queries_at_a_time(window, monkeypatch):
         torch.testing.assert_close(found, expected[:, :, -count:], **CLOSE)
 
 
-def test_keys_of_rounds_with_a_window_are_repeated_once_for_all_steps():
-    """No kernel takes groups of heads beside a mask: each step would repeat them, and its backward keep them."""
-    own = KeysValues(*torch.zeros(2, 1, 2, 5, 8, dtype=torch.bfloat16))
-    for window, heads in ((None, 2), (3, 4)):
-        rounds = round_attention.Rounds(None, window)
-        rounds.after([own], 4)
-        assert rounds._feature_keys.keys.shape[1] == heads
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 3])
 def test_some_rounds_are_as_all_of_them(target, window):

@@ -129,13 +129,6 @@ def test_an_expert_without_a_map_is_found(tmp_path):
     refused(tmp_path, r"drafter: expected .*MTP layers")
 
 
-def test_layers_with_states_are_refused():
-    with pytest.raises(InputError, match="expected MTP layers of full_attention or sliding_attention, found"):
-        target = tiny_model("qwen3-5")
-        target.config.mtp_layer_types = ["linear_attention"]
-        MtpHeads.of_target(target)
-
-
 def test_the_targets_config_stays_as_it_is(tmp_path):
     target = load_model(saved(tmp_path, "qwen3-5", field="mtp_num_hidden_layers"))
     before = target.config.to_dict()
@@ -146,22 +139,16 @@ def test_the_targets_config_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("shape", "said"),
     [
-        ({}, r"^mtp: expected MTP layers that draftsmith trained in .*, found none$"),
-        (
-            {"layers.0.eh_proj.weight": torch.zeros(2, 2)},
-            r"^mtp: expected layers\.0\.eh_proj\.weight of \(32, 64\) for this target in .*, found \(2, 2\)$",
-        ),
-        (
-            {"layers.0.eh_proj.weight": torch.zeros(32, 64)},
-            r"^mtp: expected layers\.0\.enorm\.weight of .*, found None$",
-        ),
+        (None, "that draftsmith trained"),
+        ((2, 2), r"eh_proj\.weight of \(32, 64\)"),
+        ((32, 64), r"enorm\.weight of .*None$"),
     ],
 )
-def test_a_directory_of_other_tensors_is_refused(tmp_path, tensors, said):
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=said):
+def test_a_directory_of_other_tensors_is_refused(tmp_path, shape, said):
+    save_file({} if shape is None else {"layers.0.eh_proj.weight": torch.zeros(shape)}, tmp_path / FILE)
+    with pytest.raises(InputError, match=f"^mtp: expected .*{said}"):
         MtpHeads.from_directory(str(tmp_path), tiny_model("llama"))
 
 
@@ -193,14 +180,17 @@ def test_layers_without_types_in_the_config_are_known_by_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("deepseek-v32", r"^drafter: expected MTP layers that attend without an index, found those of DeepseekV32"),
-        ("inkling", r"^drafter: expected "),
-        ("gemma2", r"^mtp: expected attention by scaled products alone, found softcap in Gemma2Attention$"),
+        ("deepseek-v32", "without an index, found those of DeepseekV32"),
+        ("inkling", ""),
+        ("gemma2", "by scaled products alone, found softcap"),
+        ("qwen3-5", "of full_attention or sliding_attention, found"),
     ],
 )
 def test_layers_that_cannot_be_unrolled_are_refused_in_one_line(family, said):
     target = tiny_model(family)
-    with pytest.raises(InputError, match=said) as error:
+    if family == "qwen3-5":
+        target.config.mtp_layer_types = ["linear_attention"]
+    with pytest.raises(InputError, match=f"expected .*{said}") as error:
         heads, ids = MtpHeads.of_target(target), torch.arange(2, 9)[None]
         states = target(ids, output_hidden_states=True).hidden_states[-1]
         heads.unroll(heads.embed(ids), states, torch.arange(7)[None], 1)

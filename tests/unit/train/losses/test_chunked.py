@@ -10,7 +10,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence, lean_divergence
 from draftsmith.train.losses import chunk_sizes
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_sum, chunked_sums
+from draftsmith.train.losses.chunked import chunked_objectives, chunked_sum
 from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.divergences import NAMES
 from draftsmith.train.losses.objective import Objective
@@ -172,31 +172,28 @@ def test_a_model_that_does_more_to_its_logits_is_refused(target, monkeypatch):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_heads_that_share_p_sum_up_to_what_each_has_alone(autocast):
-    """Two heads of their own, and one that is the first's; where a weight is 0 nothing is learned."""
+    """Two heads of their own, and one that is the first's; where a position does not count nothing is learned."""
     t = tensors(torch.float32)
-    features, sizes = Objective({"forward_kl": 0.7, "cross_entropy": 0.3}).features, ChunkSizes(9 * V, 4 * V)
+    objective, sizes = Objective({"forward_kl": 0.7, "cross_entropy": 0.3}), ChunkSizes(9 * V, 4 * V)
     teacher = LiveDistributions(t["p_hidden"], OutputHead(t["p_weight"]))
     states = [(t["q_hidden"] * scale).requires_grad_(True) for scale in (1.0, -0.5, 0.3)]
     other = (t["q_weight"].flip(0)).requires_grad_(True)
     own, bias = t["q_weight"].requires_grad_(True), t["q_bias"].requires_grad_(True)
     heads = [OutputHead(own, bias), OutputHead(other), OutputHead(own, bias)]
-    weights = [torch.ones(N, 1), 0.5 * t["mask"][:, None].float(), 0.25 * (~t["mask"])[:, None].float()]
-    learners = list(zip(states, heads, weights, strict=True))
+    counts, weights = [torch.ones(N), t["mask"].float(), (~t["mask"]).float()], (1.0, 0.5, 0.25)
+    learners = list(zip(states, heads, counts, weights, strict=True))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = chunked_sums(features, t["labels"], learners, teacher, sizes)
+        found = chunked_objectives(objective, t["labels"], learners, teacher, sizes)
         expected = sum(
-            chunked_sum(features, weight, t["labels"], state, head, teacher, sizes)[0]
-            for state, head, weight in learners
+            chunked_sum(objective.features, weight * count[:, None], t["labels"], state, head, teacher, sizes)[0]
+            for state, head, count, weight in learners
         )
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     parameters = [*states, own, other, bias]
-    for one, two in zip(*(torch.autograd.grad(3 * loss, parameters) for loss in (found, expected)), strict=True):
+    gradients = [torch.autograd.grad(3 * loss, parameters) for loss in (found, expected)]
+    for one, two in zip(*gradients, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
-    assert (
-        torch.autograd.grad(chunked_sums(features, t["labels"], learners, teacher, sizes), states)[1][~t["mask"]]
-        .eq(0)
-        .all()
-    )
+    assert not gradients[0][1][~t["mask"]].any()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
