@@ -1,7 +1,7 @@
 """Reconciliation: how often a server that does as a report expects is said to depart from it.
 
 The report has one text of each prompt, and the server writes another, which is drafted better or worse by itself: were
-texts of a prompt alike, alarms would be fewer. Its counts are known of each answer, or of all together.
+texts of a prompt alike, alarms would be fewer. Its counts are known of each answer, or of ten turns.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ from benchmarks.gate import BenchGateConfig
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.scripts.serving.reconcile.compare import FALSE_ALARM, reconcile
-from draftsmith.scripts.serving.reconcile.pairing import ServedSetting, ServedText
+from draftsmith.scripts.serving.reconcile.pairing import CountedAnswers, ServedSetting, ServedText
 from draftsmith.scripts.serving.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings
 
-PROMPTS, GAMMAS, TOKENS = (8, 16, 32), (3, 8), 24
+PROMPTS, GAMMAS, TOKENS, TURNS = (8, 16, 32), (3, 8), 24, 10
 TEMPERATURE = 1.0
 SHARE, LESS = 0.7, 0.2
 """How likely a drafted token is accepted; by how much less of a server with a worse draft."""
@@ -37,7 +37,7 @@ def alarm_figures(config: BenchGateConfig) -> Figures:
                     own = [_served(rng, SHARE - LESS * worse, gamma) for _ in texts]
                     for by_prompt in (False, True):
                         seen[int(by_prompt), worse] += _departs(texts, own, gamma, by_prompt)
-            for way, name in enumerate(("all together", "each answer")):
+            for way, name in enumerate(("each turn", "each answer")):
                 rates = (seen[way] / cases).tolist()
                 row = f"{prompts} prompts, γ = {gamma}, counts of {name}"
                 alarms[row] = {"false alarms": rates[0], f"{LESS:g} less accepted is seen": rates[1]}
@@ -70,8 +70,7 @@ def _served(rng: np.random.Generator, mean: float, gamma: int) -> ServerCounts:
 def _departs(texts: list[ExpectedText], counts: list[ServerCounts], gamma: int, by_prompt: bool) -> bool:
     settings = RoundsSettings(SCHEMA, "target", "float32", TOKENS, gamma, {"draft": {"kind": "draft", "path": ""}}, {})
     asked = ServedSetting("draft", "probabilistic", TEMPERATURE, gamma)
-    served = [
-        ServedText(text.prompt, TOKENS, text.prompt_ids, None, (), own if by_prompt else None)
-        for text, own in zip(texts, counts, strict=True)
-    ]
-    return not reconcile("", settings, texts, asked, served, pooled(counts)).agrees
+    served = [ServedText(text.prompt, TOKENS, text.prompt_ids, None, ()) for text in texts]
+    turns = np.array_split(np.arange(len(texts)), len(texts) if by_prompt else min(TURNS, len(texts)))
+    counted = [CountedAnswers(turn.tolist(), pooled([counts[i] for i in turn])) for turn in turns]
+    return not reconcile("", settings, texts, asked, served, counted).agrees

@@ -1,18 +1,15 @@
 """The counts that a server shows of its speculative decoding, computed from the replay of its texts.
 
-Servers count differently from `Counts`, so that equal drafting shows unequal figures. Their rules can be reproduced:
-
-* **vLLM** (0.32, `v1/core/sched/scheduler.py` and `v1/spec_decode/metrics.py`): the first step is the prompt alone. It
-  emits a token, drafts nothing, and is no round. Each later step drafts γ tokens and counts all that were verified and
-  accepted, including those past the end of the text and past the length limit.
-* **SGLang** (0.5, `srt/managers/schedule_batch.py`): the same rounds, counted by request in `spec_verify_ct`. It shows
-  the mean acceptance length, emitted tokens ÷ steps, of each request and, on `/metrics`, of the last batches.
+vLLM (0.32, `v1/core/sched/scheduler.py` and `v1/spec_decode/metrics.py`) and SGLang (0.5 with its overlap scheduler,
+`srt/managers/scheduler_output_processor_mixin.py`) count alike: the first step is the prompt alone. It emits a token,
+drafts nothing, and is no round. Each later step drafts γ tokens and counts all that were verified and accepted,
+including those past the end of the text and past the length limit.
 
 A text must therefore be known γ tokens past its end. At T=0 acceptance is 0 or 1, and the computed counts are exactly
 the server's; under sampling they are expectations.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, starmap, zip_longest
 from operator import add, sub
@@ -77,59 +74,6 @@ class ServerCounts:
         )
 
 
-@dataclass(frozen=True)
-class Convention:
-    """A server's rules of counting; the defaults are those of vLLM 0.32."""
-
-    prompt_drafts: bool = False
-    """True if the step that reads the prompt verifies a draft; otherwise it is not counted as a step."""
-    beyond_end: bool = True
-    """True if tokens accepted past the end of a text count."""
-    bonus: bool = False
-    """True if the token that the target adds to each step counts as accepted."""
-    by_batch: bool = False
-    """True if the steps of all texts of a batch count as one."""
-
-    def counted(self, counts: ServerCounts, steps: float, draft_length: int | None) -> ServerCounts | None:
-        """Return a server's counts by text and without bonus tokens; None where they contradict this convention.
-
-        `steps` is the number of texts' steps, where the server counts those of batches; γ is None where it varies.
-        """
-        drafted = counts.num_draft_tokens
-        if self.by_batch and draft_length and drafted == draft_length * counts.num_drafts:
-            drafted = draft_length * steps
-        steps = steps if self.by_batch else counts.num_drafts
-        accepted, per_pos = counts.num_accepted_tokens - steps * self.bonus, counts.num_accepted_tokens_per_pos
-        depth = len(per_pos) if draft_length is None else draft_length
-        if self.bonus and len(per_pos) > depth and per_pos[0] == steps:
-            per_pos = per_pos[1:]  # the first position counts the step itself
-        if per_pos and (sum(per_pos) != accepted or any(per_pos[depth:]) or per_pos[0] > steps):
-            return None
-        if accepted < 0 or (self.by_batch and steps < counts.num_drafts):
-            return None
-        return ServerCounts(steps, drafted, accepted, per_pos)
-
-
-WORDS = {
-    "prompt_drafts": ("the prompt's step drafts too", "the prompt's step drafts nothing"),
-    "beyond_end": ("accepted tokens count beyond the end of a text", "accepted tokens count up to the end of a text"),
-    "bonus": ("the target's own token counts as accepted", ""),
-    "by_batch": ("the steps of a batch count as one", ""),
-}
-"""The phrases for each field of a convention, if it is true and if it is false."""
-VLLM = Convention()
-
-
-def in_words(conventions: Collection[Convention]) -> str:
-    """Describe conventions in words; where they differ, name both alternatives."""
-    phrases = []
-    for name, (yes, no) in WORDS.items():
-        values = {getattr(convention, name) for convention in conventions}
-        both = " or ".join(filter(None, (yes, no or "not")))
-        phrases.append(both if len(values) > 1 else yes if True in values else no)
-    return "; ".join(filter(None, phrases))
-
-
 def possible(counts: ServerCounts) -> ServerCounts:
     """Return the counts; raise ValueError unless they are whole numbers with no more accepted than drafted tokens."""
     per_pos = counts.num_accepted_tokens_per_pos
@@ -137,10 +81,7 @@ def possible(counts: ServerCounts) -> ServerCounts:
     for number in (drafts, drafted, accepted, *per_pos):
         if not 0 <= number <= MOST or number != int(number):
             raise ValueError(f"expected whole numbers of drafts and tokens, found {number}")
-    # Some servers also count each step's bonus token, and a batch's steps as one. Texts have at most as many steps as
-    # drafted tokens.
-    own = drafts <= accepted <= drafted + max(drafts, drafted)
-    if (accepted > drafted and not own) or (per_pos and sum(per_pos) > accepted):
+    if max(accepted, sum(per_pos)) > drafted or (per_pos and sum(per_pos) > accepted):
         raise ValueError(
             f"expected at most as many accepted as drafted tokens, found {max(accepted, sum(per_pos))} of {drafted}"
         )
@@ -159,9 +100,8 @@ def vllm_counts(
     draft_length: int,
     room: int | None = None,
     drafted_T: np.ndarray | None = None,
-    convention: Convention = VLLM,
 ) -> ServerCounts:
-    """Return the expected counts, without bonus tokens, of a server that writes one text of `tokens` up to its end.
+    """Return the expected counts of a server that writes one text of `tokens` up to its end.
 
     `acceptance_TK` is `TextReplay.rounds` of the text and γ tokens past its end, (≥ `tokens` + γ − 1, ≥ γ), 0 or 1 at
     T=0. `room` is the space that the server's context leaves after the prompt, past which it verifies no draft.
@@ -174,10 +114,9 @@ def vllm_counts(
             f"positions, found {starts} × {depth}"
         )
     begins = np.zeros(tokens + draft_length + 1)  # the probability that a step starts at each token
-    first = 0 if convention.prompt_drafts else 1
-    begins[first] = 1.0
+    begins[1] = 1.0
     drafts, drafted, accepted_K = 0.0, 0.0, np.zeros(draft_length)
-    for t in range(first, tokens):
+    for t in range(1, tokens):
         gamma = draft_length if room is None else max(min(draft_length, room - t - 1), 0)
         if drafted_T is not None:
             gamma = min(gamma, int(drafted_T[t]))
@@ -185,16 +124,15 @@ def vllm_counts(
         reach_K = np.cumprod(a_K)  # P(the first j + 1 drafts are accepted)
         drafts += begins[t] * (gamma > 0)
         drafted += begins[t] * gamma
-        counted = gamma if convention.beyond_end else min(gamma, tokens - t)
-        accepted_K[:counted] += begins[t] * reach_K[:counted]
+        accepted_K[:gamma] += begins[t] * reach_K
         stops_K = np.append(1.0, reach_K) * np.append(1 - a_K, 1.0)  # P(exactly j are accepted)
         begins[t + 1 : t + gamma + 2] += begins[t] * stops_K  # the next step starts after the bonus token
     return ServerCounts(float(drafts), float(drafted), float(accepted_K.sum()), tuple(accepted_K.tolist()))
 
 
-def steps_of(acceptance_TK: np.ndarray, tokens: int, draft_length: int, convention: Convention = VLLM) -> list[int]:
+def steps_of(acceptance_TK: np.ndarray, tokens: int, draft_length: int) -> list[int]:
     """Return the tokens that each step of one text emits at T=0, the prompt's step included; cf. `vllm_counts`."""
-    steps, t = ([], 0) if convention.prompt_drafts or not tokens else ([1], 1)
+    steps, t = ([1], 1) if tokens else ([], 0)
     while t < tokens:
         row = acceptance_TK[t, :draft_length] < 0.5
         accepted = int(row.argmax()) if row.any() else draft_length

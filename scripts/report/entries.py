@@ -12,9 +12,9 @@ from draftsmith.decode.measurement.intervals import Estimate, Interval
 from draftsmith.decode.measurement.server_counts import ServerCounts
 
 Role = Literal["server", "baseline_server"]
-Source = Literal["answers", "parts", "counters", "means"]
+Source = Literal["answers", "parts", "counters"]
 """answers: the server counted each answer. parts: the server's counters, with intervals by the parts in which answers
-arrived, one a step. counters: the counters alone, without intervals. means: means of the server's last steps."""
+arrived, one a step. counters: the counters alone, without intervals."""
 
 
 Grouping = Literal["category", "turn", "part", "context"]
@@ -278,8 +278,6 @@ class Reconciliation(Entry):
     near_ties: Count | None = None
     """At T=0 against a report in half precision, answers that first differ where rounding decides, which are no
     departures; else null."""
-    convention: str | None = None
-    """The server's rules of counting, for which the expected counts were computed."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +303,7 @@ class Percentiles(Entry):
 
 @dataclass(frozen=True)
 class Latency(Entry):
-    """The latency of requests to one server in one setting, from sending or, with a rate, from arrival."""
+    """The latency of requests to one server in one setting, from sending."""
 
     role: Role
     temperature: Temperature
@@ -328,11 +326,6 @@ class Counted(Entry):
     """The tokens of the answers."""
     generated_tokens: Count | None
     """The tokens that the server counted meanwhile, other clients' included; null where it shows no count."""
-    convention: str | None = None
-    """The server's rules of counting, as far as its counts determine them; null where they fit no known rules."""
-    mean_acceptance_length_within: Interval | None = None
-    """The least and the greatest τ that the counts allow, equal where the counts determine τ."""
-    alpha_within: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -342,8 +335,6 @@ class Serving(Entry):
     servers: NonEmpty[ServedBy]
     prompts_as: Literal["tokens", "text"]
     """text: the server encodes prompts, and applies the template to conversations."""
-    rate: AboveZero | None
-    """Requests per second, with random arrivals; null: each request is sent when another ends."""
     warm_up: Count
     """Unmeasured requests before each setting."""
     counted: NonEmpty[Counted]

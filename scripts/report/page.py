@@ -34,7 +34,6 @@ SOURCES = {
     "answers": "each answer, counted by the server",
     "parts": "the server's counters; intervals by the parts that answers came in, which match them step by step",
     "counters": "the server's counters of all requests together",
-    "means": "not known: the server shows means of its last steps alone",
 }
 """The evidence for acceptance."""
 

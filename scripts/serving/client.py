@@ -22,7 +22,6 @@ UNDER_WAY = (
     "sglang:num_queue_reqs",
 )
 VERIFY_CALLS = "sglang:spec_verify_calls_total"
-MEAN_LENGTH = "sglang:spec_accept_length"
 SPECULATED = tuple(f"{PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
 COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, VERIFY_CALLS}
 MOST_POSITIONS = 4096
@@ -30,7 +29,6 @@ MOST_POSITIONS = 4096
 Whole = Annotated[Count, Strict(False)]
 """A whole number, written as a float as the format requires."""
 Position = Annotated[int, Field(ge=0, lt=MOST_POSITIONS), Strict(False)]
-Length = Annotated[float, Field(ge=0, le=MOST_POSITIONS, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,10 @@ class ServerMetrics:
     """One reading of a server's `/metrics`, summed over its engines. None if a server does not say."""
 
     counters: ServerCounts
-    """vLLM's counts; zeros for other servers or without speculation."""
+    """vLLM's counts; of SGLang only the steps that verified a draft, in newer versions; zeros without speculation."""
     generated_tokens: int | None
     """Tokens written for all clients since the server's start."""
     requests: int
-    verify_calls: int | None
-    """SGLang's steps that verified a draft; older versions do not say."""
-    mean_acceptance_length: float | None
-    """SGLang's gauge: τ over the last few steps of each engine, averaged over engines."""
 
 
 async def metrics_of(client: Client) -> ServerMetrics:
@@ -57,11 +51,10 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
     """Parse the answer of `/metrics`; `where` names it in the InputError for another format or a bad count.
 
     Names and meaning: vLLM 0.32 `vllm/v1/spec_decode/metrics.py` and `vllm/v1/metrics/loggers.py`; SGLang
-    `python/sglang/srt/observability/metrics_collector.py`, whose `spec_accept_*` are gauges of the last steps.
+    `python/sglang/srt/observability/metrics_collector.py`, whose `spec_accept_*` are gauges, not counts.
     """
     totals: dict[str, int] = {}
     positions: dict[int, int] = {}
-    lengths: list[float] = []
     try:
         families = list(text_string_to_metric_families(text))
     except Exception as error:  # the parser raises any error on unexpected text
@@ -73,19 +66,17 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
         if name == PER_POS:  # the family also has …_created, which is a time
             position = validate(Position, sample.labels.get("position"), f"{where}: {name}: position")
             positions[position] = positions.get(position, 0) + validate(Whole, value, f"{where}: {name}")
-        elif name == MEAN_LENGTH:
-            lengths += [validate(Length, value, f"{where}: {name}")] if value else []
         elif name in COUNTED:
             totals[name] = totals.get(name, 0) + validate(Whole, value, f"{where}: {name}")
     drafts, drafted, accepted = (totals.get(name, 0) for name in SPECULATED)
     depth = max(positions, default=-1) + 1
     generated = [totals[name] for name in GENERATED if name in totals]
     return ServerMetrics(
-        ServerCounts(drafts, drafted, accepted, tuple(positions.get(i, 0) for i in range(depth))),
+        ServerCounts(
+            drafts or totals.get(VERIFY_CALLS, 0), drafted, accepted, tuple(positions.get(i, 0) for i in range(depth))
+        ),
         generated_tokens=sum(generated) if generated else None,
         requests=sum(totals.get(name, 0) for name in UNDER_WAY),
-        verify_calls=totals.get(VERIFY_CALLS),
-        mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
     )
 
 

@@ -121,10 +121,9 @@ def answered(answer: Any) -> None:
 def counters(read: Any) -> None:
     counts = read.counters
     numbers = [counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens, read.requests]
-    numbers += [*counts.num_accepted_tokens_per_pos, read.generated_tokens or 0, read.verify_calls or 0]
+    numbers += [*counts.num_accepted_tokens_per_pos, read.generated_tokens or 0]
     assert all(type(number) is int and number >= 0 for number in numbers)
     assert len(counts.num_accepted_tokens_per_pos) <= 4096
-    assert read.mean_acceptance_length is None or math.isfinite(read.mean_acceptance_length)
 
 
 def engine(said: Any) -> None:
@@ -170,8 +169,8 @@ def finite_batch(batch: dict[str, torch.Tensor]) -> None:
 
 
 COUNTS = ServerCounts(3, 6, 2, (1, 1))
-RECORD = RequestRecord(0, 4, 0.0, 0.1, 0.2, 0.3, [1, 3], "length", [1], [1, 2, 3, 4], None, COUNTS)
-BLOCK = ServerTurn([RECORD], 1.5, COUNTS, 4, None, None, False)
+RECORD = RequestRecord(0, 4, 0.1, 0.2, 0.3, [1, 3], "length", [1], [1, 2, 3, 4], None, COUNTS)
+BLOCK = ServerTurn([RECORD], 1.5, COUNTS, 4, False)
 GROUP = Group([Row(0, [1, 2], Counts(2, 2, 0, (0,), (2,), (2,), 2))], 0.5)
 PART = [
     {"choices": [{"text": "a", "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": None}]},

@@ -145,7 +145,7 @@ def test_what_cannot_be_compared_is_said_before_anything_is_asked(measure, flags
             0,
             "expected a report of the same prompts, found none of 2 of 3 prompts at T = 0, first of",
         ),
-        (["p0", "p1", "p2", "p3"], 1, "expected answers to at least 5 prompts, as an interval needs, found 4"),
+        (["p0", "p1", "p2", "p3"], 1, "expected counts of at least 5 answers or turns, as an interval needs, found 4"),
     ],
     ids=["others", "too few"],
 )

@@ -15,10 +15,11 @@ from unit.train.data.chat.test_templates import WHOLE
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import read_traffic
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, ServedPair
+from draftsmith.scripts.services.coordinate.coordinator import Coordinator
 from draftsmith.scripts.services.coordinate.relay import Relay
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, Keywords, read_request
 from draftsmith.scripts.services.coordinate.request_log import record, unstreamed_answer
-from draftsmith.scripts.services.coordinate.routing import Lease
 from draftsmith.scripts.serving.certify.collect import TextRequest, TextStore
 from draftsmith.scripts.serving.certify.config import CertifyConfig
 from draftsmith.scripts.serving.certify.servers import Servers
@@ -28,7 +29,7 @@ from draftsmith.scripts.serving.measure.load import MeasuredServer, records_of
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.prompts import Prompt, mask_answers
 from draftsmith.train.endpoint.client import Client, SentPrompt
-from draftsmith.train.endpoint.http import HttpClient, ServerFailure
+from draftsmith.train.endpoint.http import ServerFailure
 
 ASKED = {
     CHAT: {"messages": [{"role": "user", "content": "Rain?"}]},
@@ -52,22 +53,13 @@ def relayed(path: str, pieces: list[bytes], server_model: str | None = None) -> 
         assert answer.whole and answer.status == 200
         logged.append(bytes(answer.content))
 
-    class Dispatch:
-        async def acquire(self, facts, failed):
-            assert not failed
-            return Lease("1", "pair", url)
-
-        def ended(self, outcome):
-            assert not outcome.failed
-
     async def ask():
-        nonlocal url
-        async with answering(pieces) as url, HttpClient(url, "server") as client:
+        async with answering(pieces) as url:
+            pair = ServedPair("pair", ["mine"], [url], server_model)
             body = json.dumps({"model": "mine", "stream": True, **ASKED[path]}).encode()
             request = read_request(path, body, {}, Keywords([]))
-            await Relay(request, Dispatch(), {url: client}, {"pair": server_model}, log)({}, receive, send)
+            await Relay(request, Coordinator(CoordinatorConfig([pair]), {}), log)({}, receive, send)
 
-    url = ""
     asyncio.run(ask())
     return parts, logged[0]
 

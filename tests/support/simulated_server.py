@@ -56,18 +56,10 @@ class Simulated:
     """Tokens that it writes for others with each answer."""
     beyond_end: bool = True
     """Whether it counts what is accepted beyond the end of a text, as vLLM does."""
-    prompt_drafts: bool = False
-    """Whether the prompt's step verifies a draft, too."""
-    bonus: bool = False
-    """Whether it counts the target's own token of each step as accepted."""
     steps: list[int] = field(default_factory=list)
     """Accepted tokens of every step as it counts them, all requests together."""
     emitted: list[int] = field(default_factory=list)
     """Tokens of the texts that each of them emitted."""
-    accepted: list[int] = field(default_factory=list)
-    """Those of them that were drafted."""
-    tried: list[int] = field(default_factory=list)
-    """And those that were drafted or stand in a rejected one's place."""
     drafts: int = 0
     generated: int = 0
     requests: int = 0
@@ -85,9 +77,6 @@ class Simulated:
         law = random.Random(json.dumps(prompt))
         tokens = [law.randrange(5, 900) for _ in range(length)]
         steps, counted, at = [tokens[:1]], list[int](), 1
-        if self.prompt_drafts:
-            steps, at = [], 0
-        truth = list[tuple[int, int, int]]()
         law = random.Random(json.dumps([prompt, "accepted"]))
         while at < length:
             accepted = 0
@@ -96,14 +85,10 @@ class Simulated:
             steps.append(tokens[at : at + accepted + 1])
             at += accepted + 1
             if self.draft_length:
-                emitted = len(steps[-1])
-                inside = min(accepted, emitted)
-                counted.append((accepted if self.beyond_end else inside) + self.bonus)
-                truth.append((emitted, inside, inside + (emitted > inside and accepted < self.draft_length)))
+                counted.append(accepted if self.beyond_end else min(accepted, len(steps[-1])))
         with self.lock:
             self.steps += counted
-            for of, values in zip((self.emitted, self.accepted, self.tried), zip(*truth, strict=True), strict=False):
-                of.extend(values)
+            self.emitted += [len(step) for step in steps[1:]]
             self.generated += length + self.others
             self.requests += 1
         return steps, counted
@@ -125,7 +110,7 @@ class Simulated:
             }
             for name, value in counts.items():
                 lines += counter(f"vllm:spec_decode_num_{name}", value)
-            positions = range(max(1, self.draft_length + self.bonus))
+            positions = range(max(1, self.draft_length))
             per_pos = {f'{{position="{i}"}}': sum(step > i for step in steps) for i in positions}
             lines += counter("vllm:spec_decode_num_accepted_tokens_per_pos", per_pos)
         return "\n".join(lines) + "\n"
@@ -137,7 +122,7 @@ class Simulated:
         return [steps[0], *([*chain(*steps[i : i + 2])] for i in range(1, len(steps), 2))]
 
     def counted(self, steps: list[list[int]], accepted: list[int]) -> dict[str, Any]:
-        histogram = [accepted.count(j) for j in range(self.draft_length + 1 + self.bonus)]
+        histogram = [accepted.count(j) for j in range(self.draft_length + 1)]
         return {
             "mean_acceptance_length": 1 + sum(accepted) / len(accepted),
             "draft_acceptance_rate": sum(accepted) / (self.draft_length * len(accepted)),

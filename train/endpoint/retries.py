@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import random
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from draftsmith.decode.errors import InputError
@@ -98,13 +97,10 @@ class Window:
             self.size, self._answered = max(self.size // 2, 1), False
 
 
-async def ask_all(
-    items: Iterable[T], ask: Callable[[T], Awaitable[None]], window: Window, arrivals: Sequence[float] | None = None
-) -> None:
+async def ask_all(items: Iterable[T], ask: Callable[[T], Awaitable[None]], window: Window) -> None:
     """Await `ask` of each item, in order, as many at once as the window allows.
 
-    `arrivals` are the earliest times of the items, in seconds of `time.perf_counter`. The first error cancels all other
-    requests, and is raised alone.
+    The first error cancels all other requests, and is raised alone.
     """
 
     async def work(item: T) -> None:
@@ -115,9 +111,7 @@ async def ask_all(
 
     try:
         async with asyncio.TaskGroup() as group:
-            for i, item in enumerate(items):
-                if arrivals is not None:
-                    await asyncio.sleep(max(arrivals[i] - time.perf_counter(), 0.0))
+            for item in items:
                 await window.enter()
                 group.create_task(work(item))
     except BaseExceptionGroup as failures:

@@ -80,17 +80,11 @@ class MeasureServerConfig(GatedSettings, Filters):
     ignore_eos: bool = False
     """Continue texts past their end, up to `max_new_tokens`, so that all have one length."""
     concurrency: Ints = field(default_factory=lambda: [1])
-    """Requests at once, several numbers with commas; with `rate` the maximum."""
-    rate: float | None = None
-    """Requests per second that arrive at random (a Poisson process); null: the next one is sent when one ends."""
+    """Requests at once, several numbers with commas."""
     warm_up: int = 2
     """Requests to each server before each setting that are not measured."""
-    repeats: int = 1
-    """Times each completion is requested."""
     limit: int | None = None
     """Number of prompts, the first of the file; null: all."""
-    seed: int = 0
-    """Seeds the sampling, with a number for each prompt, and the arrivals."""
     system_prompt: str | None = None
     """Begins every conversation that has no system turn of its own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -114,8 +108,6 @@ class MeasureServerConfig(GatedSettings, Filters):
     token."""
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
-    timeout: float = 600.0
-    """The most seconds to wait for one whole answer."""
     server_key_env: str | None = None
     """The environment variable that holds the server's API key."""
     baseline_server_key_env: str | None = None
@@ -128,11 +120,11 @@ class MeasureServerConfig(GatedSettings, Filters):
         for name, kind in (("temperature", float), ("concurrency", int)):
             setattr(self, name, numbers(getattr(self, name), kind, name))
             require_some(self, name, "number")
-        require(self, at_least(1), "max_new_tokens", "repeats", "limit", "max_prompt_tokens")
+        require(self, at_least(1), "max_new_tokens", "limit", "max_prompt_tokens")
         require(self, at_least(1) & at_most(MOST_REQUESTS), "concurrency")
-        require(self, at_least(0), "warm_up", "seed")
+        require(self, at_least(0), "warm_up")
         require(self, finite(at_least(0)), "temperature")
-        require(self, finite(more_than(0)), "rate", "timeout", "min_speedup")
+        require(self, finite(more_than(0)), "min_speedup")
         require(self, between(0, 1), "min_alpha", "confidence")
         if self.draft_length != 0:
             require(self, DRAFT_LENGTH, "draft_length")

@@ -1,7 +1,8 @@
 """The report on a server: its runs, what is demanded of them, and how they were measured."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from draftsmith.decode import Counts
 from draftsmith.decode.errors import InputError
@@ -19,8 +20,13 @@ from draftsmith.scripts.serving.measure import estimates
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.expectation import Expectation, reconcile_settings
 from draftsmith.scripts.serving.measure.observe import Observed
-from draftsmith.scripts.serving.measure.warnings import warnings_of
 from draftsmith.train.provenance import environment
+
+TOGETHER = (
+    "the server counts all requests together, so that τ and α have no interval over prompts, and `--min-alpha` cannot "
+    "pass; vLLM counts each answer with `--per-request-spec-decode-metrics summary`, SGLang each that is asked for by "
+    "tokens (`--target`), and since 0.5.19 chats"
+)
 
 
 def server_report(observed: Observed, expectation: Expectation | None = None) -> report.Report:
@@ -87,7 +93,7 @@ def _verdict(
         return _below("the speed-up", replace(run.speedup, ci95=bounds_of(run, observations, level)), least, level, run)
 
     def accepts_less(run: report.Run) -> list[str]:
-        return _below("α", accepted[run.setting].steps.alpha(level), alpha or 0.0, level, run)
+        return _below("α", accepted[run.setting].alpha(level), alpha or 0.0, level, run)
 
     def other_text(run: report.Run) -> list[str]:
         departs = run.lossless.passed is False
@@ -153,21 +159,14 @@ def _below(what: str, estimate: Estimate, least: float, confidence: float, run: 
 def _require_drafts(observed: Observed, accepted: Sequence[estimates.Acceptance]) -> None:
     url = observed.servers["server"].client.url
     for setting in accepted:
-        drafts = None if setting.total is None else setting.total.num_drafts
         if observed.config.draft_length == 0:
-            if drafts:
+            if setting.total.num_drafts:
                 raise InputError(f"draft_length: expected a server that drafts nothing at {url}, found drafts")
-            continue
-        if drafts == 0:
-            raise InputError(f"server: expected one that speculates at {url}, found none that counts a draft")
-        if setting.draft_length is None and _draft_length(observed, setting) is None:
+        elif not setting.total.num_drafts:
+            hint = "SGLang counts chats since 0.5.19, and with --enable-metrics; others with --target"
+            raise InputError(f"server: expected one that speculates at {url}, found none that counts a draft ({hint})")
+        elif not setting.total.num_draft_tokens:
             raise InputError("draft_length: expected γ, for the server does not count what it drafts, found none")
-
-
-def _draft_length(observed: Observed, accepted: estimates.Acceptance) -> int | None:
-    if observed.config.draft_length is not None:
-        return observed.config.draft_length
-    return accepted.draft_length or observed.servers["server"].engine.draft_tokens
 
 
 def _run(
@@ -177,33 +176,32 @@ def _run(
     own: Observation,
     plain: Observation | None,
 ) -> report.Run:
-    method, length = observed.servers["server"].engine.method, _draft_length(observed, accepted)
-    counts = _counts(accepted.total or ServerCounts(), sum(own.tokens))
+    config, total, length = observed.config, accepted.total, accepted.draft_length
+    if config.draft_length == 0:
+        length = 0
+    elif length is None:  # of drafts that differ
+        length = max(1, round(total.num_draft_tokens / total.num_drafts))
+    counts = _counts(total, sum(own.tokens))
+    if accepted.tree or not counts.num_accepted_tokens_per_pos or total.num_draft_tokens != length * total.num_drafts:
+        counts = replace(counts, num_draft_tokens_per_pos=(), num_reached_per_pos=())  # not known
     prompts = [entry.prompt for entry in observed.prompts]
-    asked = frozenset(range(len(prompts)))
-    without = replace(counts, num_draft_tokens_per_pos=(), num_reached_per_pos=())
-
-    def tau(prompts: Set[int] | None = None) -> Estimate:
-        return without_bounds(accepted.steps.mean_acceptance_length(prompts))
-
+    asked, method = frozenset(range(len(prompts))), observed.servers["server"].engine.method
     return report.Run(
-        proposer=report.ProposerEntry(
-            observed.config.drafter or (method or "drafter").lower(), "server", None, None, None
-        ),
-        draft_length=1 if length is None else length,
+        proposer=report.ProposerEntry(config.drafter or (method or "drafter").lower(), "server", None, None, None),
+        draft_length=length,
         temperature=setting[0],
         batch_size=setting[1],
-        counts=None if accepted.total is None else counts if accepted.one_length else without,
-        alpha=without_bounds(accepted.steps.alpha()),
+        counts=counts,
+        alpha=accepted.alpha(),
         draft_acceptance_rate=accepted.draft_acceptance_rate(),
-        mean_acceptance_length=tau(),
+        mean_acceptance_length=accepted.mean_acceptance_length(),
         acceptance_per_position=counts.acceptance_per_position(),
         conditional_acceptance=counts.conditional_acceptance(),
         speedup=own.speedup(plain),
         tokens_per_second=own.speed(),
         lossless=_compared(observed, setting),
-        by_category=by_group(categories_of(prompts), asked, own, plain, tau),
-        by_turn=by_group(turns_of(prompts), asked, own, plain, tau),
+        by_category=by_group(categories_of(prompts), asked, own, plain, accepted.mean_acceptance_length),
+        by_turn=by_group(turns_of(prompts), asked, own, plain, accepted.mean_acceptance_length),
         repeated_ngram_share=own.repeated(),
     )
 
@@ -222,11 +220,6 @@ def _counts(total: ServerCounts, tokens: int) -> Counts:
         num_reached_per_pos=(drafts, *per_pos)[: len(per_pos)],
         num_emitted_tokens=tokens,
     )
-
-
-def without_bounds(estimate: Estimate) -> Estimate:
-    """Return an estimate for the report; bounds without a value are a warning instead."""
-    return estimate if estimate.value is not None else replace(estimate, ci95=None)
 
 
 def _compared(observed: Observed, setting: Setting) -> Certificate:
@@ -270,9 +263,6 @@ def _serving(
                 source=figures.source,
                 completion_tokens=sum(record.tokens for record in observed.records(setting, "server")),
                 generated_tokens=None if None in generated else sum(count or 0 for count in generated),
-                convention=figures.steps.convention(),
-                mean_acceptance_length_within=figures.steps.length_bounds(),
-                alpha_within=figures.steps.alpha_bounds(),
             )
         )
         for role in observed.servers:
@@ -286,10 +276,90 @@ def _serving(
     return Serving(
         servers=servers,
         prompts_as="text" if config.target is None else "tokens",
-        rate=config.rate,
         warm_up=config.warm_up,
         counted=counted,
         latencies=latencies,
         warnings=warnings_of(observed, accepted),
         reconciliations=reconciliations,
     )
+
+
+def warnings_of(observed: Observed, accepted: Mapping[Setting, estimates.Acceptance]) -> list[str]:
+    """Return one sentence for each warning, in the order of the settings."""
+    warnings = []
+    if observed.resumed:
+        warnings.append(
+            "Some turns are of an earlier run of this command; whether the servers are still the same is not seen from "
+            "outside."
+        )
+    for setting, figures in accepted.items():
+        where = f"T = {setting[0]:g}, {setting[1]} at once"
+        warnings += [f"{where}: {sentence}" for sentence in _unknown(observed, setting, figures)]
+        for role in observed.servers:
+            warnings += [f"{where}: {sentence}" for sentence in _disturbed(observed, setting, role)]
+        if "baseline_server" in observed.servers:
+            drafted = sum(block.counters.num_drafts for block in observed.blocks[setting]["baseline_server"])
+            drafted += sum(
+                record.counts.num_drafts
+                for record in observed.records(setting, "baseline_server")
+                if record.counts is not None
+            )
+            if drafted:
+                warnings.append(f"{where}: the baseline server drafts too, so that the speed-up is over its drafter.")
+    return warnings + _by_load(accepted)
+
+
+def _unknown(observed: Observed, setting: Setting, figures: estimates.Acceptance) -> list[str]:
+    """Return sentences on the figures that the counts do not tell."""
+    if not figures.total.num_drafts:
+        return []
+    sentences = [f"{TOGETHER}."] if figures.source == "counters" else []
+    if figures.source != "answers" and not estimates.written_by_us(observed.blocks[setting]["server"]):
+        sentences.append("others' tokens are in the server's counts, so that τ and α are not known.")
+    elif figures.steps is None:
+        records = observed.records(setting, "server")
+        sentences.append(
+            f"{figures.total.num_drafts:,} drafts for {sum(record.tokens for record in records):,} tokens in "
+            f"{len(records)} answers are not counted as vLLM 0.32 and SGLang 0.5 count, so that τ and α are not known."
+        )
+    elif figures.tree:
+        sentences.append("the server drafts trees, so α is not known.")
+    elif not figures.steps.tried:
+        sentences.append("drafts had different lengths, or no counts by position, so that α is not known.")
+    return sentences
+
+
+def _by_load(accepted: Mapping[Setting, estimates.Acceptance]) -> list[str]:
+    """Return where α differs beyond chance between numbers of requests at once, a sign of a server's mistake.
+
+    Two 95 % intervals of one α are apart in fewer than one case of a hundred.
+    """
+    sentences = []
+    for (first, first_figures), (second, second_figures) in combinations(accepted.items(), 2):
+        alphas = first_figures.alpha(), second_figures.alpha()
+        bounds = [alpha.ci95 for alpha in alphas if alpha.ci95 is not None]
+        if first[0] == second[0] and len(bounds) == 2 and max(b[0] for b in bounds) > min(b[1] for b in bounds):
+            values = [format_estimate(alpha, spread="interval") for alpha in alphas]
+            sentences.append(
+                f"T = {first[0]:g}: α is {values[0]} at {first[1]} at once and {values[1]} at {second[1]}. What a "
+                "server accepts should not depend on its load: have it tested by `draftsmith certify --server`."
+            )
+    return sentences
+
+
+def _disturbed(observed: Observed, setting: Setting, role: str) -> list[str]:
+    """Return signs that others used a server meanwhile."""
+    blocks = next(blocks for name, blocks in observed.blocks[setting].items() if name == role)
+    name, sentences = role.replace("_", " "), []
+    if any(block.busy for block in blocks):
+        sentences.append(f"others' requests were under way on the {name} when a turn began or ended.")
+    written = sum(record.tokens for block in blocks for record in block.records)
+    generated = [block.generated_tokens for block in blocks if block.generated_tokens is not None]
+    if len(generated) == len(blocks) and sum(generated) != written:
+        sentences.append(f"the {name} wrote {sum(generated):,} tokens; {written:,} were ours.")
+    # A step that verifies a draft emits a token at least, and the first token of a text comes without one.
+    drafts = sum(block.counters.num_drafts for block in blocks)
+    own_tokens = sum(record.tokens - 1 for block in blocks for record in block.records)
+    if drafts > own_tokens:
+        sentences.append(f"the {name} counted {drafts:,} drafts; ours explain {own_tokens:,} at most.")
+    return sentences

@@ -1,18 +1,42 @@
-"""Estimates from servers' counts and answer times, with intervals over prompts."""
+"""Estimates from servers' counts and answer times, with intervals over prompts.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+One rule of counting holds (`draftsmith.decode.measurement.server_counts`): the prompt's step emits a token and drafts
+nothing, and each later step verifies a draft. So τ is the texts' tokens after their first ones ÷ the steps. α is
+accepted ÷ tried positions, as the server counts them: also those past the end of a text.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 
-from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_interval
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
 from draftsmith.scripts.measure.estimates import Observation
 from draftsmith.scripts.report.entries import Percentiles, Role, Source
 from draftsmith.scripts.report.types import Setting
 from draftsmith.scripts.serving.measure.load import RequestRecord
 from draftsmith.scripts.serving.measure.observe import Observed, ServerTurn
-from draftsmith.scripts.serving.server_steps import CountedTexts, ServerSteps, server_steps
+
+
+@dataclass(frozen=True)
+class TextSteps:
+    """Steps that verified a draft, in one or several texts."""
+
+    drafts: float = 0
+    emitted: float = 0
+    accepted: float = 0
+    tried: float = 0
+    """0 if the server does not tell."""
+
+    def __add__(self, other: "TextSteps") -> "TextSteps":
+        return TextSteps(
+            self.drafts + other.drafts,
+            self.emitted + other.emitted,
+            self.accepted + other.accepted,
+            self.tried + other.tried,
+        )
 
 
 @dataclass(frozen=True)
@@ -20,62 +44,74 @@ class Acceptance:
     """Accepted tokens and drafts of one setting."""
 
     source: Source
-    steps: ServerSteps
-    total: ServerCounts | None
-    """The server's counts; None if it gives only means."""
+    total: ServerCounts
+    draft_length: int | None
+    """γ; None if nothing was drafted, or if drafts differ in length."""
     tree: bool = False
+    steps: TextSteps | None = None
+    """None if the counts do not tell."""
+    by_prompt: Mapping[int, TextSteps] = field(default_factory=dict)
+    """Steps by prompt; empty if not known."""
 
-    @property
-    def draft_length(self) -> int | None:
-        """γ: drafted tokens per draft, rounded; None if nothing was drafted."""
-        if self.total is None or not self.total.num_drafts:
-            return None
-        return self.steps.draft_length or max(1, round(self.total.num_draft_tokens / self.total.num_drafts))
+    def mean_acceptance_length(self, prompts: Set[int] | None = None) -> Estimate:
+        """Estimate τ, emitted tokens ÷ steps, over all prompts or some, with its interval over prompts."""
+        return self._estimate("emitted", "drafts", None, prompts)
 
-    @property
-    def one_length(self) -> bool:
-        """True if every draft was a chain of γ tokens: only then are the tried positions known."""
-        total, length = self.total, self.draft_length
-        return (
-            total is not None
-            and length is not None
-            and not self.tree
-            and total.num_draft_tokens == length * total.num_drafts
-            and len(total.num_accepted_tokens_per_pos) > 0
-        )
+    def alpha(self, confidence: float | None = None) -> Estimate:
+        """Estimate α, accepted ÷ tried positions, with its 95 % interval, or one of another level.
+
+        If each position is accepted with the same probability, as α assumes, this is its maximum-likelihood estimate.
+        """
+        return self._estimate("accepted", "tried", confidence)
 
     def draft_acceptance_rate(self) -> Estimate:
         """Return accepted ÷ drafted tokens, as the server counts them."""
-        return Estimate(None if self.total is None else self.total.draft_acceptance_rate(), None, 0)
+        return Estimate(self.total.draft_acceptance_rate(), None, 0)
+
+    def _estimate(self, top: str, under: str, confidence: float | None, prompts: Set[int] | None = None) -> Estimate:
+        texts = [steps for prompt, steps in self.by_prompt.items() if prompts is None or prompt in prompts]
+        if texts:
+            columns = list(map(attrgetter(top), texts)), list(map(attrgetter(under), texts))
+            found = ratio(*columns)
+            if confidence is not None and found.ci95 is not None:
+                found = replace(found, ci95=ratio_interval(*columns, confidence=confidence))
+            return found
+        whole = TextSteps() if self.steps is None or prompts is not None else self.steps
+        under_sum = getattr(whole, under)
+        return Estimate(getattr(whole, top) / under_sum if under_sum else None, None, 0)
 
 
 def acceptance(observed: Observed, setting: Setting) -> Acceptance:
-    """Return the acceptance in a setting from the server's best source: answers, counters, or means."""
+    """Return the acceptance in a setting from the server's best source: counts of answers, or its counters."""
     blocks, engine = observed.blocks[setting]["server"], observed.servers["server"].engine
     records = observed.records(setting, "server")
+    known = [record.counts for record in records if record.counts is not None]
+    alone = bool(known) and all(record.counts is not None or record.tokens == 1 for record in records)
+    total, emitted = pooled(known if alone else [block.counters for block in blocks]), sum(map(_emitted, records))
+    drafts, drafted = total.num_drafts, total.num_draft_tokens
     gamma = observed.config.draft_length or engine.draft_tokens
-    if any(record.counts is not None for record in records) and all(
-        record.counts is not None or record.tokens == 1 for record in records
-    ):
-        alone = [_counted([record], record.counts or ServerCounts()) for record in records]
-        return _acceptance("answers", alone, gamma, engine.tree)
-    calls = [block.verify_calls for block in blocks if block.verify_calls is not None]
-    if engine.kind != "sglang":
-        figures = _acceptance("counters", [_counted(block.records, block.counters) for block in blocks], gamma)
-    elif len(calls) == len(blocks) and any(calls) and gamma:
-        chats = [
-            replace(_counted(block.records, ServerCounts(count, gamma * count)), accepted=False)
-            for block, count in zip(blocks, calls, strict=True)
-        ]
-        figures = _acceptance("counters", chats, gamma, engine.tree)
+    if gamma is None and drafts and drafted % drafts == 0:
+        gamma = int(drafted // drafts) or None
+    if drafts and not drafted and gamma is not None:  # SGLang's counter has steps alone
+        total = replace(total, num_draft_tokens=gamma * drafts, num_accepted_tokens=max(emitted - drafts, 0))
+    found = Acceptance("answers" if alone else "counters", total, gamma, engine.tree)
+    # A step that verifies a draft emits a token at least, and with its own token γ + 1 at most.
+    most = float("inf") if gamma is None or engine.tree else (gamma + 1) * drafts
+    if not drafts <= emitted <= most or not (alone or written_by_us(blocks)):
+        return found
+    steps = _steps(total, emitted, found)
+    found = replace(found, steps=steps)
+    if alone:
+        texts = [_steps(record.counts or ServerCounts(), _emitted(record), found) for record in records]
+    elif gamma is not None and all(map(_in_steps, blocks)):
+        found = replace(found, source="parts")
+        texts = _spread([_parts(record, gamma) for record in records], steps)
     else:
-        means = any(block.mean_acceptance_length for block in blocks)
-        return Acceptance("means", ServerSteps(gamma, {}), None if means else ServerCounts(), engine.tree)
-    if not written_by_us(blocks):
-        return replace(figures, steps=ServerSteps(gamma, {}))
-    readings = figures.steps.readings.values()
-    in_parts = readings and all(reading.in_parts and reading.by_prompt for reading in readings)
-    return replace(figures, source="parts") if in_parts else figures
+        return found
+    by_prompt: dict[int, TextSteps] = {}
+    for record, steps in zip(records, texts, strict=True):
+        by_prompt[record.prompt] = by_prompt.get(record.prompt, TextSteps()) + steps
+    return replace(found, by_prompt=by_prompt)
 
 
 def written_by_us(blocks: Sequence[ServerTurn]) -> bool:
@@ -83,57 +119,49 @@ def written_by_us(blocks: Sequence[ServerTurn]) -> bool:
     return all(block.generated_tokens in (None, sum(record.tokens for record in block.records)) for block in blocks)
 
 
-def _counted(records: Sequence[RequestRecord], counts: ServerCounts) -> CountedTexts:
-    return CountedTexts(
-        counts,
-        sum(record.tokens for record in records),
-        len(records),
-        sum(record.tokens == 1 for record in records),
-        [record.parts for record in records],
-        [record.prompt for record in records],
-    )
+def _emitted(record: RequestRecord) -> int:
+    """Return the tokens of a text that steps with a draft emitted."""
+    return record.tokens - 1
 
 
-def _acceptance(source: Source, groups: Sequence[CountedTexts], gamma: int | None, tree: bool = False) -> Acceptance:
-    steps = server_steps(groups, gamma, tree)
-    total = steps.counts(pooled([group.counts for group in groups]))
-    if not groups[0].accepted and (bounds := steps.length_bounds()) is not None:
-        written = bounds[0] * total.num_drafts  # each step also wrote one token of the target's own
-        total = replace(total, num_accepted_tokens=round(written - total.num_drafts))
-    return Acceptance(source, steps, total, tree)
+def _steps(counts: ServerCounts, emitted: int, of: Acceptance) -> TextSteps:
+    drafts, per_pos, gamma = counts.num_drafts, counts.num_accepted_tokens_per_pos, of.draft_length
+    chains = not of.tree and gamma is not None and counts.num_draft_tokens == gamma * drafts
+    tried = drafts + sum(per_pos[: gamma - 1]) if chains and per_pos and gamma is not None else 0
+    return TextSteps(drafts, emitted, counts.num_accepted_tokens, tried)
 
 
-def by_latency(observed: Observed, setting: Setting) -> bool:
-    """Return whether speed is that of single requests: one at a time, or at a rate, which bounds the output."""
-    return setting[1] == 1 or observed.config.rate is not None
+def _in_steps(block: ServerTurn) -> bool:
+    """Return whether each part of a turn's answers was a step."""
+    parts = [record.parts for record in block.records]
+    whole = all(sizes and sizes[0] == 1 and 0 not in sizes for sizes in parts)
+    return whole and sum(len(sizes) - 1 for sizes in parts) == block.counters.num_drafts
+
+
+def _parts(record: RequestRecord, draft_length: int) -> TextSteps:
+    """Return a text's steps by its parts; what its end cut off is not in them."""
+    sizes = record.parts[1:]
+    return TextSteps(len(sizes), sum(sizes), sum(sizes) - len(sizes), sum(min(size, draft_length) for size in sizes))
+
+
+def _spread(texts: Sequence[TextSteps], total: TextSteps) -> list[TextSteps]:
+    """Return texts whose sum is the server's: what it counted past their ends is spread evenly."""
+    seen, share = sum(texts, TextSteps()), 1 / len(texts)
+    rest = TextSteps(0, 0, (total.accepted - seen.accepted) * share, (total.tried - seen.tried) * share)
+    spread = [text + rest for text in texts]
+    return spread if total.tried else [replace(text, tried=0) for text in spread]
 
 
 def observation(observed: Observed, setting: Setting, role: Role) -> Observation:
-    """Return a server's answers in a setting: by prompt if speed is by latency, else by turn.
-
-    Of repeats that wrote equally much the fastest counts, as other work only adds time; others are summed.
-    """
+    """Return a server's answers in a setting: by prompt if one request is sent at a time, else by turn."""
     blocks, records = observed.blocks[setting][role], observed.records(setting, role)
     texts = [record.token_ids for record in records if record.token_ids is not None]
-    repeats: dict[int, list[tuple[int, float]]] = {}
-    timed = [(record.prompt, record.tokens, record.ended) for record in records]
-    latency = by_latency(observed, setting)
-    if not latency:
-        turns = len(blocks) // observed.config.repeats
-        timed = [(i % turns, sum(r.tokens for r in block.records), block.seconds) for i, block in enumerate(blocks)]
-    for key, tokens, seconds in timed:
-        repeats.setdefault(key, []).append((tokens, seconds))
-    alike = all(len({tokens for tokens, _ in pairs}) == 1 for pairs in repeats.values())
-    chosen = [
-        min(pairs) if alike else (sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs))
-        for pairs in repeats.values()
-    ]
-    return Observation(
-        [tokens for tokens, _ in chosen],
-        [seconds for _, seconds in chosen],
-        [[prompt] for prompt in repeats] if latency else (),
-        texts if len(texts) == len(records) else None,
-    )
+    all_texts = texts if len(texts) == len(records) else None
+    if setting[1] > 1:
+        tokens = [sum(record.tokens for record in block.records) for block in blocks]
+        return Observation(tokens, [block.seconds for block in blocks], (), all_texts)
+    columns = [record.tokens for record in records], [record.ended for record in records]
+    return Observation(*columns, [[record.prompt] for record in records], all_texts)
 
 
 def percentiles(seconds: Sequence[float | None]) -> Percentiles:

@@ -1,23 +1,27 @@
 """`--expect`: the counts that a report expects of the server, and whether the server meets them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
-from draftsmith.decode.measurement.server_counts import VLLM
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.validation import ServerMessage, read
 from draftsmith.scripts.report.entries import Reconciliation, Role
 from draftsmith.scripts.report.types import Setting, Verifier
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.estimates import Acceptance
 from draftsmith.scripts.serving.measure.observe import Observed
-from draftsmith.scripts.serving.reconcile import pairing
 from draftsmith.scripts.serving.reconcile.compare import reconcile
-from draftsmith.scripts.serving.reconcile.pairing import ServedText, texts_of, too_few
+from draftsmith.scripts.serving.reconcile.pairing import (
+    CountedAnswers,
+    ServedSetting,
+    ServedText,
+    texts_of,
+    too_few,
+)
 from draftsmith.scripts.serving.reconcile.rounds import ExpectedText, RoundsSettings, read_rounds
-from draftsmith.scripts.serving.server_steps import ServerSteps
 from draftsmith.train.endpoint.client import SentPrompt
 
 
@@ -83,8 +87,8 @@ def require_known(expectation: Expectation, config: MeasureServerConfig, prompts
     ids = [entry.prompt.id for entry in prompts]
     for temperature in config.temperature:
         texts_of(expectation.texts, temperature, ids)
-        if temperature > 0 and (answers := len(ids) * config.repeats) < LEAST:
-            raise too_few(answers)
+        if temperature > 0 and len(ids) < LEAST:
+            raise too_few(len(ids))
 
 
 def reconcile_settings(
@@ -96,31 +100,35 @@ def reconcile_settings(
     reconciliations = []
     for setting, figures in accepted.items():
         length = figures.draft_length
-        if figures.total is None or length is None or figures.tree:
-            raise InputError("expect: expected a server that counts chains of drafts, found means or trees")
+        if length is None or figures.tree or not figures.total.num_accepted_tokens_per_pos:
+            raise InputError("expect: expected a server that counts chains of drafts by position, found another")
         # At T=0 the two verifiers are the same.
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
         room = observed.servers["server"].length
-        served_setting = pairing.ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
-        served = [_served(observed, setting, role, figures.steps) for role in observed.servers]
+        case = ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
+        served = [_served(observed, setting, role) for role in observed.servers]
         plain = served[1] if len(served) > 1 else []
-        # The counts are already those of single steps. vLLM's own convention is tried first.
-        single = {replace(reading, bonus=False, by_batch=False) for reading in figures.steps.readings} or {VLLM}
-        conventions = sorted(single, key=lambda c: (c != VLLM, c.prompt_drafts, c.beyond_end))
         report = expectation.report, expectation.settings, expectation.texts
-        reconciliations.append(reconcile(*report, served_setting, served[0], figures.total, plain, conventions))
+        reconciliations.append(reconcile(*report, case, served[0], _counted(observed, setting, figures), plain))
     return reconciliations
 
 
-def _served(observed: Observed, setting: Setting, role: Role, steps: ServerSteps) -> list[ServedText]:
+def _counted(observed: Observed, setting: Setting, figures: Acceptance) -> list[CountedAnswers]:
+    """Return the counts of each answer or, where the server does not tell them, of each turn."""
+    if figures.source == "answers":
+        records = observed.records(setting, "server")
+        return [CountedAnswers([index], record.counts or ServerCounts()) for index, record in enumerate(records)]
+    counted, first = list[CountedAnswers](), 0
+    for block in observed.blocks[setting]["server"]:
+        counted.append(CountedAnswers(range(first, first + len(block.records)), block.counters))
+        first += len(block.records)
+    return counted
+
+
+def _served(observed: Observed, setting: Setting, role: Role) -> list[ServedText]:
     return [
         ServedText(
-            observed.prompts[record.prompt].prompt.id,
-            record.tokens,
-            record.prompt_ids,
-            record.token_ids,
-            record.parts,
-            None if record.counts is None else steps.counts(record.counts),
+            observed.prompts[record.prompt].prompt.id, record.tokens, record.prompt_ids, record.token_ids, record.parts
         )
         for record in observed.records(setting, role)
     ]

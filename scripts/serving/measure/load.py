@@ -1,7 +1,7 @@
-"""Requests to a server at a concurrency or a rate, with the time of each part of an answer."""
+"""Requests to a server at a concurrency, with the time of each part of an answer."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from draftsmith.train.endpoint.retries import Window, ask_all
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request and its answer. Times are in seconds since it was due: sent, or with a rate, arrived.
+    """One request and its answer. Times are in seconds since it was sent.
 
     `prompt` is the prompt's index, `tokens` the completion's number as the server counts it, and `first` and `last` are
     the times of the first and last part (None for an empty answer). Servers may give no ids, and then `text` is set.
@@ -27,8 +27,6 @@ class RequestRecord:
 
     prompt: Count
     tokens: Annotated[Count, Field(ge=1)]
-    sent: Finite
-    """The wait for one of the requests at once to end; 0 without a rate."""
     first: Finite | None
     last: Finite | None
     ended: Annotated[Amount, Field(gt=0)]
@@ -77,7 +75,7 @@ class MeasuredServer:
         except InputError:
             if self.engine.kind != "sglang":
                 raise
-            return ServerMetrics(ServerCounts(), None, 0, None, None)
+            return ServerMetrics(ServerCounts(), None, 0)
 
     def check(self, question: SentPrompt) -> None:
         """Raise InputError unless a prompt of known length and its completion fit the model."""
@@ -90,54 +88,43 @@ class MeasuredServer:
 
 
 async def records_of(
-    door: MeasuredServer,
-    prompts: Mapping[int, SentPrompt],
-    temperature: float,
-    concurrency: int,
-    arrivals: Sequence[float] | None = None,
-    repeat: int = 0,
+    door: MeasuredServer, prompts: Mapping[int, SentPrompt], temperature: float, concurrency: int
 ) -> tuple[list[RequestRecord], float]:
-    """Ask one server for completions of prompts by index, `concurrency` at once.
+    """Ask one server for completions of prompts by index, `concurrency` at once: the next is sent when one ends.
 
-    Return a record per prompt, in order, and the seconds until the last one ended. `arrivals` are when the prompts
-    arrive, in seconds from now; without them the next is sent when one ends. `repeat` is the number of earlier rounds,
-    which had other seeds.
+    Return a record per prompt, in order, and the seconds until the last one ended.
 
     Raises:
         InputError: a request is refused.
         ServerFailure: one fails; the others are cancelled.
     """
     records, start = dict[int, RequestRecord](), time.perf_counter()
-    due = None if arrivals is None else {index: start + at for index, at in zip(prompts, arrivals, strict=True)}
     native = door.engine.kind == "sglang"
 
     async def record(index: int) -> None:
-        seed = request_seed(door.config.seed, prompts[index].prompt.id, repeat)
+        seed = request_seed(prompts[index].prompt.id)
         sent = prompts[index], door.model, door.config, temperature, door.config.max_new_tokens, seed
         body, path = completion_request(*sent, native, ignore_eos=door.config.ignore_eos)
-        answer = await door.client.complete(body, path, token_ids=not native)
-        # With a rate, latency counts from the arrival: the wait for a free slot is part of it.
-        records[index] = _record(index, answer, answer.sent if due is None else due[index], door)
+        records[index] = _record(index, await door.client.complete(body, path, token_ids=not native), door)
 
-    await ask_all(prompts, record, Window(concurrency), None if due is None else list(due.values()))
+    await ask_all(prompts, record, Window(concurrency))
     return [records[index] for index in prompts], time.perf_counter() - start
 
 
-def _record(index: int, answer: ServedCompletion, due: float, door: MeasuredServer) -> RequestRecord:
+def _record(index: int, answer: ServedCompletion, door: MeasuredServer) -> RequestRecord:
     tokens = answer.completion_tokens
     if tokens is None:
         tokens = None if answer.token_ids is None else len(answer.token_ids)
     if not tokens:
         content = "none" if tokens is None else "no token"
         raise ServerFailure(f"{door.client.name}: expected tokens and their number in each answer, found {content}")
-    first, last = (answer.arrivals[index][0] - due if answer.arrivals else None for index in (0, -1))
+    first, last = (answer.arrivals[index][0] - answer.sent if answer.arrivals else None for index in (0, -1))
     return RequestRecord(
         prompt=index,
         tokens=tokens,
-        sent=answer.sent - due,
         first=first,
         last=last,
-        ended=answer.ended - due,
+        ended=answer.ended - answer.sent,
         parts=[count for _, count in answer.arrivals],
         finish_reason=answer.finish_reason,
         prompt_ids=answer.prompt_ids,

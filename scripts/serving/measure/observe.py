@@ -24,19 +24,18 @@ from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecor
 from draftsmith.train.checkpoint import load_generation_config, unapplied_settings
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import encode_prompts
-from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.endpoint.client import Client, SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import git_sha
 
-BLOCKS, BLOCKS_WITH_RATE = 10, 2
-"""Turns of a setting, enough for an interval over them; few with a rate, because each begins with an idle server."""
+BLOCKS = 10
+"""Turns of a setting, enough for an interval over them."""
 READ_AGAIN, READ_FOR = 0.1, 5.0
 """Seconds between two readings of counters that must agree, and the longest wait for that."""
 FREE_TO_CHANGE = (
     *("output", "expect", "expect_verifier", "min_speedup", "min_alpha", "confidence"),
-    *("drafter", "draft_length", "timeout", "gate_temperature", "gate_batch_size"),
+    *("drafter", "draft_length", "gate_temperature", "gate_batch_size"),
 )
 UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
 """Settings that name a file or server: the manifest compares its content."""
@@ -55,8 +54,6 @@ class ServerTurn:
     seconds: Annotated[Amount, Field(gt=0)]
     counters: Counted
     generated_tokens: Count | None
-    verify_calls: Count | None
-    mean_acceptance_length: Amount | None
     busy: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +78,7 @@ class Observed:
     failed: Setting | None = None
 
     def records(self, setting: Setting, role: Role) -> list[RequestRecord]:
-        """Return the requests of a setting to one server, all repeats."""
+        """Return the requests of a setting to one server."""
         return [record for block in self.blocks[setting][role] for record in block.records]
 
 
@@ -118,7 +115,7 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], ke
         ]
         for role, url, key in servers:
             if url is not None:
-                client = await stack.enter_async_context(Client(url, role, key, config.timeout))
+                client = await stack.enter_async_context(Client(url, role, key))
                 doors[role] = await MeasuredServer.opened(client, config)
         for question in prompts:
             for door in doors.values():
@@ -137,15 +134,12 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], ke
 async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Role, list[ServerTurn]]:
     config, doors, (temperature, concurrency) = observed.config, observed.servers, setting
     # Each turn has at least as many prompts as requests at once, if there are enough.
-    most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
     count = len(observed.prompts)
-    indices = np.array_split(np.arange(count), max(1, min(most, count // concurrency)))
+    indices = np.array_split(np.arange(count), max(1, min(BLOCKS, count // concurrency)))
     done: dict[Role, list[ServerTurn]] = {role: [] for role in doors}
     warm = False
-    turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(indices))]
-    title = f"T={temperature:g}, {concurrency} at once"
-    for repeat, i in track(turns, title, "blocks"):
-        key = "server", temperature, concurrency, repeat, i
+    for i in track(range(len(indices)), f"T={temperature:g}, {concurrency} at once", "blocks"):
+        key = "server", temperature, concurrency, i
         before = kept.kept(dict[Role, ServerTurn], *key)
         if before is None or not _is_of(before, doors, indices[i]):
             if not warm and config.warm_up:  # the first requests compile, and fill caches
@@ -157,7 +151,7 @@ async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Rol
             blocks: dict[Role, ServerTurn] = {}
             # The order alternates, so that a machine that slows down slows both servers alike.
             for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
-                blocks[role] = await _block(doors[role], prompts, setting, repeat, i)
+                blocks[role] = await _block(doors[role], prompts, setting)
             kept.keep(*key, value={role: blocks[role].to_dict() for role in doors})
         else:
             blocks, observed.resumed = before, True
@@ -172,38 +166,25 @@ def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], indices: 
     )
 
 
-async def _block(
-    door: MeasuredServer, prompts: Mapping[int, SentPrompt], setting: Setting, repeat: int, i: int
-) -> ServerTurn:
-    config, arrivals = door.config, None
-    if config.rate is not None:  # the same arrivals for both servers
-        gaps = np.random.default_rng(mixed_seed(config.seed, "arrivals", repeat, i))
-        arrivals = gaps.exponential(1 / config.rate, len(prompts)).cumsum().tolist()
+async def _block(door: MeasuredServer, prompts: Mapping[int, SentPrompt], setting: Setting) -> ServerTurn:
     before = await _settled(door)
-    records, seconds = await records_of(door, prompts, *setting, arrivals, repeat)
+    records, seconds = await records_of(door, prompts, *setting)
     after = await _settled(door)
-    busy = bool(before.requests or after.requests)
-    return ServerTurn(records, seconds, *_counted(before, after, door), after.mean_acceptance_length, busy)
+    return ServerTurn(records, seconds, *_counted(before, after, door), bool(before.requests or after.requests))
 
 
-def _counted(
-    before: ServerMetrics, after: ServerMetrics, door: MeasuredServer
-) -> tuple[ServerCounts, int | None, int | None]:
-    """Return counters, written tokens and verified steps between two readings."""
-    counters = after.counters - before.counters
-    generated = _between(before.generated_tokens, after.generated_tokens)
-    calls = _between(before.verify_calls, after.verify_calls)
+def _counted(before: ServerMetrics, after: ServerMetrics, door: MeasuredServer) -> tuple[ServerCounts, int | None]:
+    """Return counters and written tokens between two readings."""
+    counters, generated = after.counters - before.counters, None
+    if before.generated_tokens is not None and after.generated_tokens is not None:
+        generated = after.generated_tokens - before.generated_tokens
     lower = counters.num_drafts, counters.num_accepted_tokens, *counters.num_accepted_tokens_per_pos
-    if min(*lower, generated or 0, calls or 0) < 0:
+    if min(*lower, generated or 0) < 0:
         raise ServerFailure(
             f"{door.client.name}: expected counters that grow at {door.client.url}/metrics, found lower ones; was it "
             "started anew?"
         )
-    return door.client.counted("/metrics", counters), generated, calls
-
-
-def _between(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before
+    return door.client.counted("/metrics", counters), generated
 
 
 async def _settled(door: MeasuredServer) -> ServerMetrics:

@@ -7,29 +7,42 @@ are sought in the order in which they matter: the prompt's tokens, then the text
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from statistics import median
 from typing import Literal
 
-import numpy as np
 from scipy import stats
 
 from draftsmith.decode.measurement.exactness import first_difference
-from draftsmith.decode.measurement.intervals import (
-    Interval,
-    confidence_of_each,
-    difference_interval,
-    ratio,
-    ratio_interval,
-)
-from draftsmith.decode.measurement.server_counts import VLLM, Convention, ServerCounts, in_words, pooled, steps_of
-from draftsmith.scripts.report.entries import Departure, PositionShares, Reconciliation, SeenCounts
+from draftsmith.decode.measurement.intervals import Interval, confidence_of_each, difference_interval
+from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
+from draftsmith.scripts.report.entries import Cause, Departure, PositionShares, Reconciliation, SeenCounts
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.scripts.serving.reconcile.causes import causes_of
-from draftsmith.scripts.serving.reconcile.pairing import Pairing, ServedSetting, ServedText, pair_texts, too_few
+from draftsmith.scripts.serving.reconcile.pairing import (
+    ROUNDING,
+    SPACING,
+    CountedAnswers,
+    Pairing,
+    ServedSetting,
+    ServedText,
+    pair_texts,
+    too_few,
+)
 from draftsmith.scripts.serving.reconcile.rounds import ExpectedText, RoundsSettings
 
 FALSE_ALARM = 0.01
 """The probability that a server without mistakes is reported to differ at any position, under sampling."""
+SLIGHT = 0.02
+"""A difference of the acceptance rate that another dtype of the draft explains."""
+DRAWN: dict[Verifier, str] = {
+    "greedy": "the draft's likeliest token",
+    "probabilistic": "tokens that are drawn from the draft",
+}
+REMEDY: dict[Verifier, str] = {
+    "greedy": 'for drawn drafts set "draft_sample_method":"probabilistic" (vLLM; SGLang has none); for greedy ones '
+    "compare with --expect_verifier greedy",
+    "probabilistic": "compare with --expect_verifier probabilistic, or let the server draft greedily",
+}
+"""Remedies if the counts fit another verifier."""
 Columns = tuple[Sequence[float], Sequence[float]]
 
 
@@ -39,29 +52,19 @@ def reconcile(
     texts: Sequence[ExpectedText],
     setting: ServedSetting,
     served: Sequence[ServedText],
-    total: ServerCounts,
+    counted: Sequence[CountedAnswers],
     plain: Sequence[ServedText] = (),
-    conventions: Sequence[Convention] = (VLLM,),
 ) -> Reconciliation:
-    """Compare a server's answers and counts with a report's `texts`, in each convention that the counts allow.
+    """Compare a server's answers and counts with a report's `texts`.
 
-    `report` is the report's path, and `total` counts exactly the `served` answers. `plain` are answers of a server of
-    the same target without speculation. Of `conventions`, the likeliest first, agreement in one is enough.
+    `report` is the report's path, and `counted` has the counts of all `served` answers. `plain` are answers of a server
+    of the same target without speculation.
 
     Raises:
         InputError: the report lacks the prompts, temperature, drafter or γ, or an interval needs more answers.
     """
-    results = list[Reconciliation]()
-    for convention in conventions:
-        pairing = pair_texts(settings, texts, replace(setting, convention=convention), served, plain)
-        results.append(_reconciled(report, settings, pairing, total))
-        if results[-1].agrees:
-            return results[-1]
-    return results[0]
-
-
-def _reconciled(report: str, settings: RoundsSettings, pairing: Pairing, total: ServerCounts) -> Reconciliation:
-    setting = pairing.setting
+    pairing = pair_texts(settings, texts, setting, served, plain)
+    total = pooled([group.counts for group in counted])
     counts = pairing.expected_counts(setting.drafter, setting.verifier)
     assert counts is not None
     expected = pooled(counts)
@@ -73,10 +76,10 @@ def _reconciled(report: str, settings: RoundsSettings, pairing: Pairing, total: 
     # Several requests at once may fill a batch, where a server may cut drafts short; and rounding may change a draft.
     certain = setting.concurrency == 1 and pairing.tie is None
     exact = same_texts == len(pairing.served) and (certain or expected.same_as(total))
-    intervals = _intervals(pairing, counts, total)
+    intervals = _intervals(pairing, counts, counted)
     elsewhere = bool(pairing.prompt_departures) or (greedy and bool(pairing.text_departures))
     if None in intervals and not exact and not elsewhere:
-        raise too_few(len(pairing.served))
+        raise too_few(len(counted))
     positions = _positions(expected, total, intervals, exact)
     departs = next((shares.position for shares in positions if shares.departs), None)
     agrees = not elsewhere and departs is None and (not exact or expected.same_as(total))
@@ -97,15 +100,14 @@ def _reconciled(report: str, settings: RoundsSettings, pairing: Pairing, total: 
         first_position=departs,
         agrees=agrees,
         departure=None if agrees else first_departure(pairing),
-        causes=[] if agrees else causes_of(pairing, settings, expected, total, agrees_with(pairing, total)),
+        causes=[] if agrees else causes_of(pairing, settings, expected, total, agrees_with(pairing, counted)),
         near_ties=len(pairing.near_ties) if greedy and pairing.tie is not None else None,
-        convention=in_words([setting.convention]),
     )
 
 
-def agrees_with(pairing: Pairing, total: ServerCounts) -> list[tuple[str, Verifier]]:
+def agrees_with(pairing: Pairing, counted: Sequence[CountedAnswers]) -> list[tuple[str, Verifier]]:
     """Return the other drafters and verifiers of the report whose counts fit the server's."""
-    setting, fitting = pairing.setting, []
+    setting, fitting, total = pairing.setting, [], pooled([group.counts for group in counted])
     others = {(name, key) for text in pairing.expected for name, by_key in text.accepted.items() for key in by_key}
     for name, verifier in sorted(others - {(setting.drafter, setting.verifier)}):
         counts = pairing.expected_counts(name, verifier)
@@ -114,7 +116,7 @@ def agrees_with(pairing: Pairing, total: ServerCounts) -> list[tuple[str, Verifi
         if setting.temperature == 0 and pairing.tie is None:
             fits = pooled(counts).same_as(total)
         else:
-            positions = _positions(pooled(counts), total, _intervals(pairing, counts, total), exact=False)
+            positions = _positions(pooled(counts), total, _intervals(pairing, counts, counted), exact=False)
             fits = not any(shares.departs for shares in positions)
         if fits:
             fitting.append((name, verifier))
@@ -141,7 +143,7 @@ def first_departure(pairing: Pairing) -> Departure | None:
                 continue
             a_TK = text.acceptance(pairing.setting.drafter, pairing.setting.verifier, pairing.setting.draft_length)
             assert a_TK is not None
-            steps = steps_of(a_TK, text.length, pairing.setting.draft_length, pairing.setting.convention)
+            steps = steps_of(a_TK, text.length, pairing.setting.draft_length)
             at_step = first_difference(steps, answer.parts)
             if at_step is not None and sum(answer.parts) == sum(steps):
                 # A step emits its accepted tokens and one more, unless the text ends within it.
@@ -155,35 +157,20 @@ def _token(ids: Sequence[int], at: int) -> str:
     return f"token {ids[at]}" if at < len(ids) else "the end"
 
 
-def _intervals(pairing: Pairing, expected: Sequence[ServerCounts], counted: ServerCounts) -> list[Interval | None]:
+def _intervals(
+    pairing: Pairing, expected: Sequence[ServerCounts], counted: Sequence[CountedAnswers]
+) -> list[Interval | None]:
     """Return for each position the interval of the server's share of accepted drafts minus the expected one.
 
-    It is over prompts, and paired if the server's counts are known by prompt. Otherwise the server's share is taken to
-    be as uncertain as one drawn from the expected rounds: its interval over prompts, wider by √2 because the texts
-    differ. A few texts may agree by chance, most of all at deep positions: no interval is narrower than that of
-    independent steps.
+    It is over answers or turns, paired. A few may agree by chance, most of all at deep positions: no interval is
+    narrower than that of independent steps.
     """
-    depth, answers = pairing.setting.draft_length, [answer.counts for answer in pairing.served]
-    confidence = confidence_of_each(1 - FALSE_ALARM, depth)
-    expected_shares = [_shares(expected, j) for j in range(depth)]
-    if all(counts is not None for counts in answers):
-        columns = [_shares([counts for counts in answers if counts is not None], j) for j in range(depth)]
-        return [
-            _no_narrower(difference_interval(*own, *other, confidence=confidence), own, other, confidence)
-            for own, other in zip(columns, expected_shares, strict=True)
-        ]
-    generator = np.random.default_rng(0)
-    drawn = [_drawn(pairing, text, generator) for text in pairing.expected]
-    server, intervals = [_shares([counted], j) for j in range(depth)], list[Interval | None]()
-    for j in range(depth):
-        bounds = ratio_interval(*_shares(drawn, j), confidence=confidence)
-        share, expected_share = ratio(*server[j]).value, ratio(*expected_shares[j]).value
-        if bounds is None or share is None or expected_share is None:
-            intervals.append(None)
-            continue
-        half, difference = (bounds[1] - bounds[0]) / 2 * 2**0.5, share - expected_share
-        bounds = difference - half, difference + half
-        intervals.append(_no_narrower(bounds, server[j], expected_shares[j], confidence))
+    confidence, intervals = confidence_of_each(1 - FALSE_ALARM, pairing.setting.draft_length), list[Interval | None]()
+    together = [pooled([expected[index] for index in group.answers]) for group in counted]
+    for j in range(pairing.setting.draft_length):
+        own, other = _shares([group.counts for group in counted], j), _shares(together, j)
+        found = difference_interval(*own, *other, confidence=confidence)
+        intervals.append(_no_narrower(found, own, other, confidence))
     return intervals
 
 
@@ -204,14 +191,6 @@ def _shares(counts: Sequence[ServerCounts], position: int) -> Columns:
     return [row[position] if position < len(row) else 0.0 for row in accepted], [c.num_drafts for c in counts]
 
 
-def _drawn(pairing: Pairing, text: ExpectedText, generator: np.random.Generator) -> ServerCounts:
-    setting = pairing.setting
-    a_TK = text.acceptance(setting.drafter, setting.verifier, setting.draft_length)
-    assert a_TK is not None
-    drawn_TK = (generator.random(a_TK.shape) < a_TK).astype(np.float64)
-    return pairing.counts(text, drawn_TK, text.lengths(setting.drafter))
-
-
 def _positions(
     expected: ServerCounts, counted: ServerCounts, intervals: Sequence[Interval | None], exact: bool
 ) -> list[PositionShares]:
@@ -228,3 +207,99 @@ def _positions(
         expected_share = expected_accepted / drafts if drafts else None
         positions.append(PositionShares(j + 1, expected_share, share, interval, departs))
     return positions
+
+
+def causes_of(
+    pairing: Pairing,
+    settings: RoundsSettings,
+    expected: ServerCounts,
+    counted: ServerCounts,
+    others: Sequence[tuple[str, Verifier]],
+) -> list[Cause]:
+    """Return the likely causes, the likeliest first; `others` are drafters and verifiers whose counts fit."""
+    if pairing.prompt_departures:
+        return [_template(pairing)]
+    if pairing.setting.temperature == 0 and pairing.text_departures:
+        return _texts(pairing, settings)
+    setting, causes = pairing.setting, []
+    texts = "its texts are the expected ones" if setting.temperature == 0 else "its prompts are the expected ones"
+    texts += ", or part at near-ties" if pairing.near_ties else ""
+    for name, verifier in others:
+        if name == setting.drafter:
+            evidence = f"the counts fit {DRAWN[verifier]}, and the report's are compared for {DRAWN[setting.verifier]}"
+            causes.append(Cause("draft sampling", evidence, REMEDY[verifier]))
+        else:
+            evidence = f"{texts}, and the counts are those of the report's {name!r} ({settings.drafters[name]['path']})"
+            remedy = "point the server at the draft that was meant, and start it anew"
+            causes.append(Cause("another drafter", evidence, remedy))
+    if causes:
+        return causes
+    rates = [counts.draft_acceptance_rate() or 0.0 for counts in (expected, counted)]
+    evidence = f"{texts}, but of the drafted tokens {rates[1]:.1%} were accepted, where {rates[0]:.1%} are expected"
+    path = settings.drafters[setting.drafter]["path"]
+    draft = Cause(
+        "draft",
+        evidence,
+        f"compare the server's draft with {path}: its revision, files and vocabulary; a draft that was trained further "
+        "may have the same name",
+    )
+    dtype = Cause("draft dtype", evidence, f"let the server load the draft as the report did, in {settings.dtype}")
+    return [dtype, draft] if abs(rates[0] - rates[1]) <= SLIGHT else [draft]
+
+
+def _template(pairing: Pairing) -> Cause:
+    index, at = next(iter(pairing.prompt_departures.items()))
+    sent, ids = pairing.expected[index].prompt_ids, pairing.served[index].prompt_ids or ()
+    evidence = (
+        f"{len(pairing.prompt_departures)} of {len(pairing.served)} prompts have other tokens on the server; prompt "
+        f"{pairing.served[index].prompt!r} has {len(ids)} there and {len(sent)} here, and differs at its token {at}"
+    )
+    return Cause(
+        "template",
+        evidence,
+        "give the server the target's chat template and system prompt (--chat-template), look for a token at the "
+        "beginning that is added twice, or send tokens with --target",
+    )
+
+
+def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
+    departures = pairing.text_departures
+    share = f"{len(departures)} of {len(pairing.served)} texts differ at T = 0"
+    right_plain = [index for index in departures if _is_text(pairing.plain[index], pairing.expected[index])]
+    causes = []
+    if right_plain:
+        causes.append(
+            Cause(
+                "not lossless",
+                f"{share}, and of {len(right_plain)} of them the server without speculation writes the expected one",
+                "run `draftsmith certify --server`, and take another version or method of the server",
+            )
+        )
+    # The margin is known for the text's own tokens; an early end has none.
+    margins_or_none = (pairing.margin(index, at) for index, at in departures.items())
+    margins = [margin for margin in margins_or_none if margin is not None]
+    if not margins:
+        return [*causes, Cause("target", f"{share}", "compare the server's target with the report's, file by file")]
+    tie = ROUNDING * SPACING["bfloat16"]
+    lead = (
+        f"at the first tokens that differ the target's likeliest is ahead by {median(margins):.1%} of its largest logit"
+    )
+    margin = f"{lead} (median; at most {max(margins):.1%}), and rounding in bfloat16 moves it by {tie:.1%}"
+    rounding = Cause(
+        "dtype",
+        f"{share}; {margin}",
+        f"run the server in {settings.dtype}, the report's dtype, or measure here in the server's",
+    )
+    weights = Cause(
+        "target",
+        f"{share}; {margin}",
+        "the server's target is quantised, fine-tuned or another revision than the report's: measure here with its "
+        "weights, and distil the draft again on its texts",
+    )
+    near = max(margins) <= tie
+    return [*causes, rounding, weights] if near else [*causes, weights, *([rounding] if median(margins) <= tie else [])]
+
+
+def _is_text(answer: ServedText | None, text: ExpectedText) -> bool:
+    ids = None if answer is None else answer.token_ids
+    return ids is not None and first_difference(text.tokens[: text.length], ids) is None

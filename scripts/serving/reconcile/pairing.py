@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.intervals import LEAST
-from draftsmith.decode.measurement.server_counts import VLLM, Convention, ServerCounts, vllm_counts
+from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.scripts.serving.reconcile.rounds import ExpectedText, RoundsSettings
 
@@ -30,8 +28,14 @@ class ServedText:
     token_ids: Sequence[int] | None
     parts: Sequence[int]
     """Tokens of each part it came in; empty if parts are not steps."""
-    counts: ServerCounts | None
-    """The server's counts of this answer, if known."""
+
+
+@dataclass(frozen=True)
+class CountedAnswers:
+    """Answers that the server counted together: one, or those of a turn, by their indices."""
+
+    answers: Sequence[int]
+    counts: ServerCounts
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,6 @@ class ServedSetting:
     concurrency: int = 1
     room: int | None = None
     """Tokens of the server's context, prompts included; None if it does not say."""
-    convention: Convention = VLLM
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,10 @@ class Pairing:
             a_TK = text.acceptance(drafter, verifier, self.setting.draft_length)
             if a_TK is None:
                 return None
-            counts.append(self.counts(text, a_TK, text.lengths(drafter)))
+            room = None if self.setting.room is None else self.setting.room - len(text.prompt_ids)
+            length, drafted_T = self.setting.draft_length, text.lengths(drafter)
+            counts.append(vllm_counts(a_TK, text.length, length, room, drafted_T))
         return counts
-
-    def counts(
-        self, text: ExpectedText, acceptance_TK: np.ndarray, drafted_T: np.ndarray | None = None
-    ) -> ServerCounts:
-        """Return a server's counts of a text, given its rounds' acceptance, and their lengths if not γ."""
-        room = None if self.setting.room is None else self.setting.room - len(text.prompt_ids)
-        return vllm_counts(
-            acceptance_TK, text.length, self.setting.draft_length, room, drafted_T, self.setting.convention
-        )
 
     @cached_property
     def prompt_departures(self) -> dict[int, int]:
@@ -164,5 +160,6 @@ def texts_of(texts: Sequence[ExpectedText], temperature: float, prompts: Sequenc
 
 
 def too_few(answers: int) -> InputError:
-    """Return the error of too few answers for an interval."""
-    return InputError(f"expect: expected answers to at least {LEAST} prompts, as an interval needs, found {answers}")
+    """Return the error of too few answers or turns for an interval."""
+    needed = f"counts of at least {LEAST} answers or turns, as an interval needs"
+    return InputError(f"expect: expected {needed}, found {answers}: ask more prompts")

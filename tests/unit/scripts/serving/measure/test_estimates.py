@@ -6,10 +6,10 @@ from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.serving.client import Engine
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
+from draftsmith.scripts.serving.measure.entries import warnings_of
 from draftsmith.scripts.serving.measure.estimates import Acceptance, acceptance, observation, percentiles, token_seconds
 from draftsmith.scripts.serving.measure.load import MeasuredServer, RequestRecord
 from draftsmith.scripts.serving.measure.observe import Observed, ServerTurn
-from draftsmith.scripts.serving.measure.warnings import warnings_of
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.endpoint.client import SentPrompt
 
@@ -19,14 +19,13 @@ PARTS = [[1, 3, 2], [1, 1, 1, 2, 1], [1, 3, 3], [1, 2, 3], [1, 3, 1], [1, 2, 2]]
 
 
 def record(place: int, seconds: float, parts: list[int], **fields) -> RequestRecord:
-    values = {"sent": 0.0, "first": 0.1, "last": seconds, "ended": seconds, "finish_reason": "length"}
+    values = {"first": 0.1, "last": seconds, "ended": seconds, "finish_reason": "length"}
     values |= {"prompt_ids": None, "token_ids": None, "text": None, "counts": None}
     return RequestRecord(prompt=place, tokens=sum(parts), parts=parts, **(values | fields))
 
 
 def block(records: list[RequestRecord], seconds: float = 1.0, **fields) -> ServerTurn:
-    values = {"counters": ServerCounts(0, 0, 0, ()), "generated_tokens": None, "verify_calls": None}
-    values |= {"mean_acceptance_length": None, "busy": False}
+    values = {"counters": ServerCounts(0, 0, 0, ()), "generated_tokens": None, "busy": False}
     return ServerTurn(records, seconds, **(values | fields))
 
 
@@ -53,41 +52,32 @@ def test_parts_that_match_the_counters_give_the_interval():
         for i, parts in enumerate(PARTS)
     ]
     found = acceptance(observed({ONE: {"server": turns}}), ONE)
-    assert found.source == "parts" and found.draft_length == 2 and found.one_length
+    assert found.source == "parts" and found.draft_length == 2
     rejected = sum(a < 2 for a in accepted)
-    assert found.steps.alpha().value == pytest.approx(sum(accepted) / (sum(accepted) + rejected))
-    assert found.steps.mean_acceptance_length().value == pytest.approx(1 + sum(accepted) / 14)
+    assert found.mean_acceptance_length().value == pytest.approx(1 + sum(accepted) / 14)
     columns = [[t - 1 for t in parts[1:]] for parts in PARTS]
     own = ratio([sum(of) for of in columns], [sum(of) + sum(a < 2 for a in of) for of in columns])
-    assert found.steps.alpha() == own and own.n == len(PARTS)
+    assert found.alpha() == own and own.n == len(PARTS) and own.value == sum(accepted) / (sum(accepted) + rejected)
 
 
 def test_parts_of_several_steps_are_no_source_of_a_figure():
-    """Each turn holds one answer, so that its counts are that prompt's, and no part is a step."""
     turns = [
         block([record(i, 1.0, [sum(parts)])], counters=steps_of([parts]), generated_tokens=sum(parts))
         for i, parts in enumerate(PARTS)
     ]
     found = acceptance(observed({ONE: {"server": turns}}), ONE)
-    assert found.source == "counters" and all(reading.by_prompt for reading in found.steps.readings.values())
-    assert found.steps.mean_acceptance_length().value == pytest.approx(1 + sum(map(sum, PARTS)) / 14 - 20 / 14)
+    assert found.source == "counters" and not found.by_prompt
+    assert found.mean_acceptance_length().value == pytest.approx(1 + sum(map(sum, PARTS)) / 14 - 20 / 14)
 
 
-def test_what_is_accepted_beyond_the_end_is_no_part_of_a_text():
-    """The server counts three tokens more than came in parts: τ is what was emitted, α lies within bounds."""
+def test_what_is_accepted_beyond_the_end_counts_for_alpha_alone():
+    """The server counts three tokens more than came in parts, and five steps of which all was accepted."""
     total = steps_of(PARTS)
     more = ServerCounts(total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens + 3, (11, 7))
     turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=more)
     found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
-    assert found.steps.mean_acceptance_length().value == pytest.approx(1 + total.num_accepted_tokens / 14)
-    assert found.steps.alpha().value is None
-    low, high = found.steps.alpha_bounds()
-    # At least two ends cut a step within its accepted tokens, and three at most; five steps emitted a token beyond.
-    assert (low, high) == (17 / 24, 18 / 24)
-    (warning,) = [
-        words for words in warnings_of(only(observed({ONE: {"server": [turn]}})), {ONE: found}) if "α" in words
-    ]
-    assert f"α lies between {low:.3f} and {high:.3f}" in warning
+    assert found.mean_acceptance_length().value == pytest.approx(1 + total.num_accepted_tokens / 14)
+    assert found.alpha().value == pytest.approx(18 / (14 + 11)) and found.alpha().n == len(PARTS)
 
 
 def test_counts_that_fit_nothing_give_no_figure():
@@ -95,9 +85,8 @@ def test_counts_that_fit_nothing_give_no_figure():
     turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=total)
     seen = only(observed({ONE: {"server": [turn]}}))
     found = acceptance(seen, ONE)
-    assert found.source == "counters" and found.steps.convention() is None
-    assert found.steps.alpha().value is found.steps.mean_acceptance_length().value is None
-    assert any("fit no way of counting that is known" in words for words in warnings_of(seen, {ONE: found}))
+    assert found.source == "counters" and found.alpha().value is found.mean_acceptance_length().value is None
+    assert any("are not counted as vLLM 0.32" in words for words in warnings_of(seen, {ONE: found}))
 
 
 def only(seen: Observed) -> Observed:
@@ -109,8 +98,8 @@ def test_drafts_of_several_lengths_have_no_alpha():
     counts = ServerCounts(10, 17, 6, (5, 1))
     records = [record(i, 1.0, [1, 16], counts=counts) for i in range(6)]
     found = acceptance(observed({ONE: {"server": [block(records)]}}), ONE)
-    assert found.source == "answers" and found.steps.alpha().value is None
-    assert found.steps.mean_acceptance_length().value == 1.6
+    assert found.source == "answers" and found.alpha().value is None
+    assert found.mean_acceptance_length().value == 1.6
 
 
 def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
@@ -123,16 +112,10 @@ def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
     assert observation(seen, ONE, "server").within({1}).seconds == [2.0]
 
 
-@pytest.mark.parametrize(("again", "tokens", "seconds"), [(10, [20] * 3, [1.0, 2.0, 2.0]), (5, [30] * 3, [4, 4, 4])])
-def test_several_at_once_speed_is_that_of_turns_and_of_equal_repeats_the_fastest(again, tokens, seconds):
-    turns = [
-        block([record(2 * i + j, 9.0, [1] * written) for j in range(2)], seconds=spent)
-        for written, times in ((10, (1.0, 2.0, 2.0)), (again, (3.0, 2.0, 2.0)))
-        for i, spent in enumerate(times)
-    ]
-    found = observation(observed({TWO: {"server": turns}}, {"repeats": 2, "concurrency": [2]}), TWO, "server")
-    assert found.tokens == tokens and found.seconds == seconds
-    assert found.speed().value == sum(tokens) / sum(seconds)
+def test_several_at_once_speed_is_that_of_turns():
+    turns = [block([record(2 * i + j, 9.0, [1] * 10) for j in range(2)], seconds=i + 1.0) for i in range(3)]
+    found = observation(observed({TWO: {"server": turns}}, {"concurrency": [2]}), TWO, "server")
+    assert (found.tokens, found.seconds, found.speed().value) == ([20] * 3, [1.0, 2.0, 3.0], 10.0)
 
 
 def test_percentiles_and_seconds_a_token():
