@@ -87,9 +87,8 @@ class TeacherOptions(Options):
 
     teacher: list[str] = field(default_factory=list)
     """Servers that give the target's states in its place, vllm:URL[,URL…]: of the target only embeddings, last layer,
-    norm and head are loaded, from its files. Each process asks all servers."""
-    teacher_key_env: str | None = None
-    """The environment variable that holds the servers' API key."""
+    norm and head are loaded, from its files. Each process asks all servers; VLLM_API_KEY of the environment is their
+    key."""
 
 
 @dataclass(kw_only=True)

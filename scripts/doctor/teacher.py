@@ -33,7 +33,7 @@ def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
     name, remedy = "teacher", "start the servers as docs/teachers.md says"
     urls = urls_of(config.teacher)
     try:
-        with phase("asking the servers"), ServedTarget(urls, key_env=config.teacher_key_env) as teacher:
+        with phase("asking the servers"), ServedTarget(urls) as teacher:
             served = teacher.served
             assert served is not None
             for layer_ids in [_layers_of(run, config.target) for run in config.run] or [()]:

@@ -148,7 +148,7 @@ class StatesMiddleware:
             return await self._app(scope, receive, send)
         state = scope["app"].state
         if not authorized(Headers(scope=scope), state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
-            return await refusal(401, "expected its API key, which teacher_key_env sends")(scope, receive, send)
+            return await refusal(401, "expected its API key, which VLLM_API_KEY holds")(scope, receive, send)
         folder, name = storage(state.vllm_config), path.removeprefix("/draftsmith/states/")
         if path == "/draftsmith/target" or time.monotonic() - self._looked > LOOK:
             self._looked = time.monotonic()

@@ -1,9 +1,7 @@
 """Completions from a server: what it is asked, what its answers become, and how a run goes on after a kill."""
 
 import json
-import multiprocessing
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -237,34 +235,6 @@ def test_a_resume_asks_for_the_missing_batches_only(remote, server, greedy, remo
     server.requests.clear()
     prepare(remote(endpoint_model="tiny"))
     assert server.requests == []  # finished, and told the name: nobody is asked
-
-
-@pytest.mark.slow
-def test_resume_after_sigkill(remote, server, greedy, remote_tokenizer, in_process):
-    backed(server, greedy, vllm, remote_tokenizer)
-    answer, reached, released = server.answer, threading.Event(), threading.Event()
-
-    def stuck_after_five(path, body, number):
-        if number > 5:
-            reached.set()
-            released.wait(30)
-        return answer(path, body, number)
-
-    server.answer = stuck_after_five
-    cfg = remote()
-    process = multiprocessing.get_context("fork").Process(target=prepare, args=(cfg,))
-    process.start()
-    assert reached.wait(120)
-    process.kill()
-    process.join()
-    released.set()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(rows(cfg)) == 4  # the fifth was of the batch in flight
-    server.requests.clear()
-    server.answer = answer
-    assert prepare(cfg).kept == 4
-    assert len(server.asked) == COUNT - 4
-    assert rows(cfg) == in_process
 
 
 def test_a_resume_knows_the_model_by_its_name_and_the_server_may_move(remote, server, remote_target):

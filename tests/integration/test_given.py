@@ -246,11 +246,3 @@ def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(
     path.write_text(path.read_text().replace("b = 1", "b = 2"))
     with pytest.raises(InputError, match=r"^prompts: expected .* as it was \(sha256: "):
         prepare(config())
-
-
-def test_a_record_without_an_answer_is_refused(config):
-    cfg = config()
-    path = Path(cfg.prompts)
-    path.write_text(json.dumps({"prompt": "def"}) + "\n")
-    with pytest.raises(InputError, match=rf"^{path}:1: "):
-        prepare(cfg)

@@ -116,10 +116,6 @@ def test_embeddings_are_where_the_heads_learn(pipeline, model, tmp_path, monkeyp
 
 
 FAULTS = {
-    "states that are no numbers": (
-        {"fault": lambda states, ids: (states.index_fill(0, torch.tensor([0]), torch.nan), ids)},
-        "finite, found NaN",
-    ),
     "another revision": (
         {"fault": lambda states, ids: (states + states.std() * torch.randn(states.shape), ids)},
         "as the library computes them, found others",

@@ -94,7 +94,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     check_head(model_config, tokenizer, "target")
     served = None
     if config.teacher:
-        served = ask_servers(urls_of(config.teacher), config.teacher_key_env, config.target, code)
+        served = ask_servers(urls_of(config.teacher), config.target, code)
         config = _as_served(config, served)
     else:
         dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
@@ -159,11 +159,11 @@ def _teacher(
         model = _load(config)
         yield LiveTeacher(model, config.batch_size) if config.features else model, model
         return
-    urls, key_env, code = urls_of(config.teacher), config.teacher_key_env, config.trust_remote_code
+    urls, code = urls_of(config.teacher), config.trust_remote_code
     with phase(f"reading the ends of {config.target}"):
         ends = read_ends(config.target, config.dtype, trust_remote_code=code)
-    processes.after_the_first(lambda: compare_states(urls, key_env, config.target, ends, texts(), code))
-    with ServedTarget(urls, last_norm(ends), key_env, served=served) as teacher:
+    processes.after_the_first(lambda: compare_states(urls, config.target, ends, texts(), code))
+    with ServedTarget(urls, last_norm(ends), served=served) as teacher:
         yield teacher, ends
 
 

@@ -32,6 +32,8 @@ from draftsmith.train.models import DTYPES
 from draftsmith.train.options import checked_url
 from draftsmith.train.teacher.feature_shards import STATES, Layout
 
+KEY = "VLLM_API_KEY"
+"""The environment variable of the servers' API key, which they read, too."""
 TARGET, STATES_OF = "/draftsmith/target", "/draftsmith/states/"
 REQUESTS, TOKENS = 64, 2**16
 """The most requests to a server at once, and their most tokens: what a server keeps in its folder of states."""
@@ -123,7 +125,6 @@ class ServedTarget:
     Args:
         urls: the servers.
         norm: the target's last norm, on the CPU, in the dtype that the states come in; None if it has none.
-        key_env: the environment variable of the servers' API key.
         timeout: the seconds of one answer.
         deadline: the seconds without an answer from any server after which the run ends.
         served: what the servers must say of their target when they are asked for states. If None, they are asked what
@@ -132,7 +133,6 @@ class ServedTarget:
 
     urls: Sequence[str]
     norm: nn.Module | None = None
-    key_env: str | None = None
     timeout: float = 600.0
     deadline: float = 1800.0
     served: ServedModel | None = None
@@ -183,7 +183,7 @@ class ServedTarget:
 
     async def _open(self) -> None:
         for url in self.urls:
-            client = Client(url, "teacher", self.key_env, self.timeout)
+            client = Client(url, "teacher", KEY if os.environ.get(KEY) else None, self.timeout)
             self._servers.append(Server(await self._stack.enter_async_context(client)))
 
     async def _ask_all(self) -> ServedModel:

@@ -62,10 +62,10 @@ class Agreement:
 
 
 def ask_servers(
-    urls: Sequence[str], key_env: str | None, target: str, trust_remote_code: bool = False, any_target: bool = False
+    urls: Sequence[str], target: str, trust_remote_code: bool = False, any_target: bool = False
 ) -> ServedModel:
     """Return what servers serve, which must be `target`, or `any_target` of its shape."""
-    with phase("asking the servers"), ServedTarget(urls, key_env=key_env) as teacher:
+    with phase("asking the servers"), ServedTarget(urls) as teacher:
         served = teacher.served
     assert served is not None
     require_served(served, urls[0], load_config(target, field="target", trust_remote_code=trust_remote_code), ())
@@ -76,7 +76,6 @@ def ask_servers(
 
 def compare_states(
     urls: Sequence[str],
-    key_env: str | None,
     target: str,
     ends: PreTrainedModel,
     texts: Sequence[list[int]],
@@ -84,7 +83,7 @@ def compare_states(
 ) -> None:
     """Compare servers' states of the first tokens of some texts with the target's, and print how far they agree."""
     rows = [ids[:length] for ids, length in zip(texts, LENGTHS, strict=False) if len(ids) > 1]
-    with phase("comparing the servers' states"), ServedTarget(urls, key_env=key_env) as teacher:
+    with phase("comparing the servers' states"), ServedTarget(urls) as teacher:
         assert teacher.served is not None
         library = library_at_hand(target, teacher.served.dtype, trust_remote_code=trust_remote_code)
         for found in check_states(teacher, ends, rows, library):

@@ -24,7 +24,7 @@ from draftsmith.train.teacher.served_check import LENGTHS, ask_servers, compare_
 from draftsmith.train.teacher.target_ends import read_ends
 
 WORKERS = 4
-"""The loading processes of a run that asks for none: while training computes, each asks for a batch."""
+"""The most loading processes of a run that asks for none: while training computes, each asks for a batch."""
 
 
 @dataclass
@@ -66,18 +66,16 @@ class ServedIndex(FeatureIndex):
             config, data = self.config, trainer.data
             pairs = zip(data.members, data.sizes, LENGTHS, strict=False)  # there may be fewer samples
             rows = [data.texts.read(int(at), min(int(size), length))[0].tolist() for at, size, length in pairs]
-            servers = self.urls, config.teacher_key_env
-            compare_states(*servers, config.target, trainer.target_ends, rows, config.trust_remote_code)
+            compare_states(self.urls, config.target, trainer.target_ends, rows, config.trust_remote_code)
         args = trainer.args
-        args.dataloader_num_workers = args.dataloader_num_workers or WORKERS
+        args.dataloader_num_workers = args.dataloader_num_workers or min(WORKERS, os.cpu_count() or 1)
         args.dataloader_prefetch_factor = args.dataloader_prefetch_factor or 1  # a batch may have gigabytes
         super().feed(trainer)
 
     def read(self, texts: Sequence[tuple[int, list[int]]]) -> Iterator[dict[str, np.ndarray]]:
         """Yield the states of texts from the servers."""
         if self._target is None:
-            key_env = self.config.teacher_key_env
-            self._target = ServedTarget(self.urls, self.norm, key_env, served=self.served).__enter__()
+            self._target = ServedTarget(self.urls, self.norm, served=self.served).__enter__()
         bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[self.layout.dtype]
         for _, (states,) in self._target.states(self.layout, [ids for _, ids in texts]):
             yield {name: tensor.view(bits).numpy() for name, tensor in states.items()}
@@ -86,7 +84,7 @@ class ServedIndex(FeatureIndex):
 def find_served(config: RecipeConfig) -> ServedIndex:
     """Ask the servers of a config what they serve, require that it is its target, and return their index."""
     urls, code = urls_of(config.teacher), config.trust_remote_code
-    served: ServedModel = ask_servers(urls, config.teacher_key_env, config.target, code, config.any_target)
+    served: ServedModel = ask_servers(urls, config.target, code, config.any_target)
     layout = Layout((), served.hidden_size, served.feature_dtype)
     nothing = np.empty(0, np.uint64), list[Path](), np.empty((0, 2), np.int64)
     return ServedIndex(*nothing, layout, Path(os.devnull), urls=urls, config=config, served=served)

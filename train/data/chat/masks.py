@@ -24,7 +24,7 @@ where a tokenizer trims its offsets, as GPT-2's and Llama 3's do. Both were seen
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -311,7 +311,7 @@ class _TurnReader:
         calls = {"tool_calls": [{"id": "call12345", "type": "function", "function": {"name": "x", "arguments": {}}}]}
         for probed in (probe, in_text, probe | calls):  # Kimi K2 keeps the thinking before calls alone
             with suppress(InputError):
-                text = replace(self._template, reasoning_renamed=True).render([*self._messages[:i], probed])
+                text = self._template.render([*self._messages[:i], probed])
                 text = text[len(before) :] if text.startswith(before) else ""
                 opened, _, rest = text.partition(THOUGHT)
                 closed, _, _ = rest.partition(SPOKEN)

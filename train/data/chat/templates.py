@@ -6,7 +6,7 @@ three kinds may be missing: ids that number tool calls, reasoning that a templat
 metadata, with a warning, since the server's template did not write it either.
 
 Fields have several forms, and a template reads one of them: arguments of a call as an object or its JSON, a content as
-a string or in parts, reasoning under one of three names. The first form that keeps all marks is taken; the one that
+a string or in parts. The first form that keeps all marks is taken; the one that
 servers give to templates is tried first.
 """
 
@@ -57,7 +57,6 @@ class ChatTemplate:
     arguments_parsed: bool = True  # whether arguments of calls are objects, or JSON in a string
     in_parts: bool = False  # whether contents are lists of one part of text
     content_null: bool = False  # whether empty contents next to calls are null, as servers log them
-    reasoning_renamed: bool = False  # whether `reasoning` is given too; the library adds the other two names
 
     @property
     def source(self) -> str:
@@ -78,14 +77,11 @@ class ChatTemplate:
         The conversation ends before an `answer` or with one; its first `added` messages are not of the record. An
         InputError names a field that the template omits.
         """
-        reasons = any(name in message for message in messages for name in REASONING)
         calls = any("tool_calls" in message for message in messages)
         errors = list[tuple[int, InputError]]()
         silent = any("tool_calls" in message and not message["content"] for message in messages)
-        for renamed, null, parts, parsed in product(
-            (False, True)[: 1 + reasons], (False, True)[: 1 + silent], (False, True), (True, False)[: 1 + calls]
-        ):
-            form = replace(self, reasoning_renamed=renamed, content_null=null, in_parts=parts, arguments_parsed=parsed)
+        for null, parts, parsed in product((False, True)[: 1 + silent], (False, True), (True, False)[: 1 + calls]):
+            form = replace(self, content_null=null, in_parts=parts, arguments_parsed=parsed)
             try:
                 metadata, left_out = list[str](), list[str]()
                 for field in form._left_out(messages, answer, added):
@@ -128,7 +124,7 @@ class ChatTemplate:
                 with_arguments(call, parsed=self.arguments_parsed) for call in message["tool_calls"]
             ]
         reasoning = next((message[name] for name in REASONING if name in message), None)
-        if self.reasoning_renamed and reasoning:
+        if reasoning:  # the library adds the other two names
             result.setdefault("reasoning", reasoning)
         return result
 

@@ -1,7 +1,6 @@
 """Completions as training reads them: what is mapped from disk, which samples are taken, and which are held back."""
 
 import fcntl
-import os
 import pickle
 import shutil
 import socket
@@ -18,7 +17,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data import mapped
 from draftsmith.train.data.examples import require_disjoint_prompts, split_off, training_examples
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
-from draftsmith.train.data.packing import best_fit_decreasing, pack
+from draftsmith.train.data.packing import pack
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.positions import IGNORED
 
@@ -207,12 +206,6 @@ def test_what_is_cut_is_counted_and_named(tmp_path, said):
     assert said == [f"completions: max_length 10 cuts {lost}: long, longer"]
 
 
-def test_only_the_first_process_speaks(tmp_path, said, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    training_examples([write_completions(tmp_path / "c", [sample("long", [1] * 4, [2] * 10)])], 5)
-    assert not said
-
-
 REPEATING = [
     sample("a", [1, 2], [3, 4]),
     sample("b", [1, 2], [3, 4]),  # a's text
@@ -337,15 +330,6 @@ def test_packed_rows_are_of_one_directory_where_weights_differ(tmp_path):
     )
 
 
-def test_a_million_samples_fill_their_rows():
-    sizes = np.random.default_rng(0).integers(20, 2000, 1_000_000)
-    order, counts = best_fit_decreasing(sizes, 2048)
-    assert np.array_equal(np.sort(order), np.arange(len(sizes)))
-    fills = np.add.reduceat(sizes[order], counts.cumsum() - counts)
-    assert fills.max() <= 2048
-    assert len(counts) <= 1.001 * np.ceil(sizes.sum() / 2048)
-
-
 def test_the_same_texts_have_the_same_fingerprint(tmp_path):
     rows = drawn(8)
     one, two = (training_examples([write_completions(tmp_path / name, rows)]) for name in "ab")
@@ -353,14 +337,3 @@ def test_the_same_texts_have_the_same_fingerprint(tmp_path):
     assert one.fingerprint() == two.fingerprint() != fewer.fingerprint()
     assert one.fingerprint() != one.select(np.array([1, 0])).fingerprint()
     assert one.fingerprint() != pack(one, 64).fingerprint() != one.fingerprint([0.5])
-
-
-def test_no_process_needs_all_files_open(tmp_path):
-    """Each file is mapped once, however many of its samples are read."""
-    path = write_completions(tmp_path / "c", drawn(6))
-    files = map_completions(path)
-    texts = Texts({path: files})
-    before = len(os.listdir("/proc/self/fd"))
-    for number in range(6):
-        texts.read(number)
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -73,13 +73,6 @@ def test_bins_are_those_of_best_fit_decreasing(seed):
     assert sorted(sum(sizes[item] for item in row) for row in bins) == by_trying_all(sizes, capacity)
 
 
-def test_an_item_goes_to_the_fullest_bin_that_has_room():
-    assert binned([8, 6, 6, 1], 13) == [[0], [1, 2, 3]]  # not to the first, as first fit would
-    assert binned([4, 6, 5], 10) == [[1, 0], [2]]
-    assert binned([], 10) == []
-    assert binned([10, 10], 10) == [[0], [1]]
-
-
 def test_rows_hold_whole_samples_each_once():
     dataset = samples()
     packed = pack(dataset, LENGTH)
@@ -94,13 +87,6 @@ def test_rows_hold_whole_samples_each_once():
     assert any(sample["labels"][0] != IGNORED for sample in dataset)  # or the test says nothing of first labels
     tokens = sum(dataset.lengths)
     assert tokens / (len(packed) * LENGTH) > 0.9 > tokens / (len(dataset) * LENGTH)
-
-
-def test_packing_is_the_same_each_time_and_leaves_the_data_alone():
-    dataset = samples()
-    before = list(dataset)
-    assert list(pack(dataset, LENGTH)) == list(pack(samples(), LENGTH))
-    assert list(dataset) == before
 
 
 def test_a_selection_is_packed_as_it_is_ordered():
