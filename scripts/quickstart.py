@@ -18,9 +18,8 @@ from draftsmith.scripts.measure.command import measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.stages import flags_of
 from draftsmith.scripts.tree import print_tree, search
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import NO_PROGRAMS, runs_in_programs
-from draftsmith.decode.cache.program import NotCompiled
 from draftsmith.decode.clock import launch_seconds, least_seconds
 from draftsmith.decode.errors import first_line
 from draftsmith.decode.measurement.costs import forward_after_text
@@ -205,8 +204,7 @@ class _Timed:
         except Exception as error:
             if required:
                 raise
-            if not isinstance(error, NotCompiled):  # if nothing may be compiled, that is no failure
-                self.failure = first_line(error)
+            self.failure = first_line(error)
 
     def dtype(self, compiled: bool) -> str:
         """Return the fastest dtype; among equally fast ones by the time of a block."""

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
@@ -76,8 +76,15 @@ class Terminated(KeyboardInterrupt):
     """An interruption by a scheduler's signal (`job.processes.terminable`)."""
 
 
-class OutOfTime(Terminated):
-    """An interruption at the end of a command's time limit (`scripts.stages.interrupt_after`)."""
+def flags_of(fields: Mapping[str, Any]) -> list[str]:
+    """Return a command's fields as its flags; those that have none as a text of `--config`."""
+    file = {name: value for name, value in fields.items() if name in FILE_ONLY}
+    flags = [
+        f"--{name}={value if isinstance(value, str | os.PathLike) else json.dumps(value)}"
+        for name, value in fields.items()
+        if name not in file
+    ]
+    return [*([f"--config={json.dumps(file)}"] if file else []), *flags]
 
 
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
@@ -357,8 +364,6 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] | None =
         return code
     except InputError as error:
         line, code = f"error: {error}", 2
-    except OutOfTime:
-        line, code = "ended: it took longer than the time that was left for it", TERMINATED
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ["nothing was kept"])
         how, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)

@@ -15,7 +15,7 @@ from draftsmith.decode.measurement.certificate import certify_greedy, certify_sa
 from draftsmith.decode.measurement.distribution_test import plain_texts, speculative_texts
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
-from draftsmith.scripts.stages import flags_of
+from draftsmith.train.cli import flags_of
 from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import remove

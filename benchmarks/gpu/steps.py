@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from benchmarks.common import ASSETS
 from benchmarks.gpu.shapes import SIZES, TINY_TOKENS, completions, directory, lone_model
 from draftsmith.scripts.kinds import recipes
-from draftsmith.scripts.stages import flags_of
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.files import remove
 from draftsmith.train.kinds.kind import Recipe
 from draftsmith.train.launch import TrainingRun

@@ -15,8 +15,8 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,24 +48,6 @@ UNREADABLE = OSError, RuntimeError, SafetensorError
 SAMPLED = 8  # entries of a weight that are compared to detect a change
 
 
-class NotCompiled(InputError):
-    """A program that is not on disk where nothing may be compiled."""
-
-
-_may_compile = True
-
-
-@contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Read programs from disk only in this block; a missing one raises `NotCompiled`."""
-    global _may_compile
-    _may_compile = False
-    try:
-        yield
-    finally:
-        _may_compile = True
-
-
 class Program:
     """A compiled `Forward` of a model, with the model's own weights."""
 
@@ -79,9 +61,7 @@ class Program:
         path = _path(forward)
         try:
             self._load(path, device)
-        except UNREADABLE as error:  # not there, or damaged
-            if not _may_compile:
-                raise NotCompiled(f"compiled: expected the program of {forward.title} in {path.parent}") from error
+        except UNREADABLE:  # not there, or damaged
             with _compile_lock(path):
                 try:
                     self._load(path, device)  # another process may have made it in the meantime

@@ -6,7 +6,6 @@ if it is better there. Every stage is an ordinary command; an interrupted step r
 """
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,20 +16,22 @@ from rich.console import Console
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.decode.validation import Count, read
+from draftsmith.decode.validation import Count, Share, read
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import Comparison, compare, foreign_share, read_traffic
 from draftsmith.scripts.kinds import kind_of
-from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages, flags_of
-from draftsmith.train.cli import parse_config
+from draftsmith.scripts.stages import JUDGED_LATER, NO_GO, Stages
+from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.files import move_link, require_writable
 from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
-SCHEMA: Literal["draftsmith.adapt/1"] = "draftsmith.adapt/1"
+SCHEMA: Literal["draftsmith.adapt/2"] = "draftsmith.adapt/2"
 STEP, STATE, RESULT = "step-", "state.json", "adapt.json"
+OLD_SHARE = 0.3  # the share of the old text in each epoch
+MOST_FOREIGN = 0.1  # the most answers of the log that may not be the target's
 _interval = partial(format_estimate, spread="interval")
 
 
@@ -38,7 +39,6 @@ _interval = partial(format_estimate, spread="interval")
 class State:
     """Progress of earlier steps through the log, and whether a step is open."""
 
-    schema: Literal["draftsmith.adapt/1"] = SCHEMA
     steps: Count = 0
     requests: Count = 0
     open: bool = False  # the last step has not ended
@@ -63,7 +63,7 @@ def adapt(config: AdaptConfig) -> Step | None:
     link = Path(config.drafter)
     if config.swap and link.exists() and not link.is_symlink():
         raise InputError(f"drafter: expected a link to the deployed drafter, which swap moves, found {link} itself")
-    state = _state(output)
+    state = read(State, output / STATE) if (output / STATE).is_file() else State()
     if not state.open:
         traffic = read_traffic(config, state.requests)
         if traffic is None:
@@ -85,53 +85,46 @@ def adapt(config: AdaptConfig) -> Step | None:
     return result
 
 
-def _state(output: Path) -> State:
-    path = output / STATE
-    return read(State, path) if path.is_file() else State()
-
-
 def _step(config: AdaptConfig, step: Path) -> Step:
     """Run the stages of a step; `Stages` skips those that have ended."""
     stages, deployed = Stages(step / "stages"), read(str, step / "deployed.json")
-    text, drafter = step / "completions/learned", step / "drafter"
-    learned = sum(1 for _ in (step / "learned.jsonl").open(encoding="utf-8"))
-    answers: dict[str, Any] = {"target": config.target, "seed": config.seed} | config.texts()
-    values = answers | {"prompts": step / "learned.jsonl", "output": text}
+    text, drafter, prompts = step / "completions/learned", step / "drafter", step / "learned.jsonl"
+    learned = sum(1 for _ in prompts.open(encoding="utf-8"))
     if config.answers == "given":
-        sampled = ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "max_new_tokens")
-        values = {name: value for name, value in values.items() if name not in sampled}
-        stages.run("learned", ["prepare", *flags_of(values | {"answers": "given"})])
-        if not (step / "foreign.json").is_file():  # computed once, because it loads the target
-            write_json(step / "foreign.json", foreign_share(config, str(text)))
-        share = read(float, step / "foreign.json")
-        if share > config.foreign:
+        given = {"target": config.target, "prompts": prompts, "output": text, "answers": "given"}
+        given |= {"trust_remote_code": config.trust_remote_code}
+        kept = ("chat_template_kwargs", "system_prompt", "invalid_prompts", "max_prompt_tokens")
+        given |= {name: value for name, value in config.texts().items() if name in kept}
+        stages.run("learned", ["prepare", *flags_of(given)])
+        foreign = stages.call("foreign", str(text), lambda: foreign_share(config, str(text)), Share)
+        if foreign > MOST_FOREIGN:
             reason = (
-                f"{share:.0%} of the log's answers are not the target's, at most {config.foreign:.0%} may be: nothing "
+                f"{foreign:.0%} of the log's answers are not the target's, at most {MOST_FOREIGN:.0%} may be: nothing "
                 "is learned from it"
             )
             return Step(SCHEMA, "foreign", reason, deployed, None, learned, None)
     else:
-        temperatures = ",".join(f"{temperature:g}" for temperature in config.temperature)
-        fields = values | {"temperatures": temperatures} | config.writer()
-        stages.run("learned", ["prepare", *flags_of(fields)])
+        stages.run("learned", config.prepare(prompts, text))
     texts = {}
     for temperature in config.temperature:
         texts[temperature] = str(step / f"completions/newest-{temperature:g}")
-        fields = answers | {"prompts": step / "newest.jsonl", "output": texts[temperature], "temperature": temperature}
-        fields |= config.writer()
-        stages.run(f"newest-{temperature:g}", ["prepare", *flags_of(fields)])
+        newest = config.prepare(step / "newest.jsonl", texts[temperature], temperatures=temperature)
+        stages.run(f"newest-{temperature:g}", newest)
     recipe = kind_of(deployed).recipe
     if recipe is None:
         raise InputError(f"drafter: expected a kind that is trained, found {kind_of(deployed).title} in {deployed}")
-    training: dict[str, Any] = {"target": config.target, recipe.begun: deployed}
-    training |= {"completions": [str(text), *config.old_text], "training.num_train_epochs": config.epochs}
+    own: dict[str, Any] = {recipe.begun: deployed}
     if config.old_text:
-        training["source_weights"] = [1.0, *[config.old_share] * len(config.old_text)]
-    training |= {"top_k": config.top_k, "top_p": config.top_p, "trust_remote_code": config.trust_remote_code}
-    training |= {"training.seed": config.seed} | JUDGED_LATER | config.learning | {"training.output_dir": str(drafter)}
-    processes = [] if config.processes is None else [f"--processes={config.processes}"]
-    stages.run("train", [recipe.command, *processes, *flags_of(training)])
-    compared = compare(config, deployed, str(drafter), texts)
+        own["source_weights"] = [1.0, *[OLD_SHARE] * len(config.old_text)]
+    training = {"training.num_train_epochs": 1.0, "training.seed": config.seed} | JUDGED_LATER
+    training |= config.training(own, [str(text), *config.old_text], drafter)
+    stages.run("train", [recipe.command, *flags_of(training)])
+    compared: Comparison = stages.call(
+        "compare",
+        [texts, config.draft_length],
+        lambda: compare(config, deployed, str(drafter), texts),
+        Comparison,
+    )
     low = compared.gain.ci95[0] if compared.gain.ci95 else None
     better = low is not None and low > config.min_gain
     reason = (
@@ -161,26 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(f"drafter: {step.drafter}")
     if config.swap:
         _say(f"{config.drafter} points there now: serve-draft loads it by itself, other servers when they restart")
-    command = shlex.join(["draftsmith", "measure", *_measuring(config, step)])
-    _say(f"to check it on the server, with γ = {config.draft_length}:\n  {command}")
     return 0
 
 
 def _say(message: str) -> None:
     Console().print(message, highlight=False, soft_wrap=True, markup=False)
-
-
-def _measuring(config: AdaptConfig, step: Step) -> list[str]:
-    """Return arguments of `measure` that compare a server's acceptance with the promise; exit code 3: go back."""
-    assert step.compared is not None
-    temperature, alpha = next(iter(step.compared.promised.items()))
-    value = alpha.value or 0.0
-    half = value - alpha.ci95[0] if alpha.ci95 else value
-    folder = Path(str(step.drafter)).parent
-    fields: dict[str, Any] = {"server": "URL", "target": config.target}
-    fields |= {"prompts": folder / "newest.jsonl", "temperature": temperature, "output": folder / "server"}
-    # On the same requests the server's interval is as wide as the promised one. If its lower end is below this limit,
-    # the whole interval is below the promised one.
-    fields |= {"min_alpha": round(max(value - 3 * half, 0.001), 3)}
-    fields |= {name: value for name, value in config.texts().items() if name != "no_repeat_ngram_size"}
-    return flags_of(fields)

@@ -25,6 +25,7 @@ SmolLM2-135M: at most 0.4 for its own text at T=1, median 0.3 for people's solut
 """
 LOGITS_AT_ONCE = 256  # tokens
 FOREIGN_SAMPLES = 64  # answers
+MOST_LEARNED = 10_000  # requests
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Traffic:
 def read_traffic(config: AdaptConfig, old_requests: int) -> Traffic | None:
     """Read the log; return None if too few requests are new, and raise InputError if it is too short."""
     mode: AnswersMode = "required" if config.answers == "given" else "dropped"
-    logs = [read_prompts(path, answers=mode, invalid=config.invalid_prompts) for path in config.log]
+    logs = [read_prompts(path, answers=mode, invalid=config.text.invalid_prompts) for path in config.log]
     requests = [prompt for log in logs for prompt in log]
     if len(requests) < old_requests:
         old_requests = 0  # files were rotated away: treat all that is left as new
@@ -50,7 +51,7 @@ def read_traffic(config: AdaptConfig, old_requests: int) -> Traffic | None:
     learned, newest = requests[: -config.newest], requests[-config.newest :]
     if mode == "required":  # the target answers them again
         newest = [replace(p, messages=p.messages and p.messages[:-1], answer=None, served=None) for p in newest]
-    return Traffic(learned[-config.most :], newest, len(requests))
+    return Traffic(learned[-MOST_LEARNED:], newest, len(requests))
 
 
 @torch.inference_mode()
@@ -84,9 +85,7 @@ def foreign_share(config: AdaptConfig, directory: str) -> float:
 class Comparison:
     """A comparison of two drafters on the newest traffic, paired over requests, all temperatures together.
 
-    `old`, `new` and the gains are values of τ. `promised` is the new drafter's α by temperature, as `measure --server`
-    counts it: accepted ÷ tried tokens at this γ. For a draft model it is that of its likeliest tokens, which servers
-    draft by default and accept less often.
+    `old`, `new` and the gains are values of τ.
     """
 
     old: Estimate
@@ -94,7 +93,6 @@ class Comparison:
     gain: Estimate
     by_temperature: dict[str, Estimate]  # gains
     by_category: dict[str, Estimate]  # gains
-    promised: dict[str, Estimate]
 
 
 def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str]) -> Comparison:
@@ -103,24 +101,16 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
     pair, chains = load_chains(config.target, both, config.draft_length, trust_remote_code=code)
     draft_length = min(most for _, most in chains.values())
     proposers = {name: chain for name, (chain, _) in chains.items()}
-    greedy = next(drafter.greedy for drafter in pair.drafters if drafter.name == "new")
-    served = "new" if greedy is None else "served"
-    proposers |= {} if greedy is None else {served: greedy}
     columns: dict[str, dict[str, list[list[float]]]] = {}  # by temperature and drafter: tokens and rounds of each text
     categories: list[str | None] = []
-    promised = dict[str, Estimate]()
     for temperature, directory in texts.items():
         samples = list(load_completions(directory).sort("id"))
         categories = [sample["category"] for sample in samples]
-        sampler = config.at(temperature).sampler()
+        sampler = config.text.at(temperature).sampler()
         replays = replay_completions(pair, proposers, samples, [draft_length], sampler, config.max_new_tokens)
-        counts = [text.counts[draft_length] for text in replays[served].texts]
-        reached = [float(sum(text.num_reached_per_pos)) for text in counts]
-        promised[f"{temperature:g}"] = ratio([float(text.num_accepted_tokens) for text in counts], reached)
         columns[f"{temperature:g}"] = {
             name: [list(map(float, column)) for column in replay.tokens_and_rounds(draft_length)]
             for name, replay in replays.items()
-            if name != served or served == "new"
         }
     # One sample is a request, with its texts at all temperatures.
     pooled = {
@@ -140,7 +130,6 @@ def compare(config: AdaptConfig, old: str, new: str, texts: Mapping[float, str])
         _gain(pooled, range(len(categories))),
         {temperature: _gain(column, range(len(categories))) for temperature, column in columns.items()},
         {category: _gain(pooled, members) for category, members in sorted(indices.items())},
-        promised,
     )
 
 

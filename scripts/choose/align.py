@@ -8,7 +8,6 @@ once.
 import contextlib
 import io
 import random
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -17,30 +16,31 @@ from typing import Any
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import parse_json, read
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts import cli
-from draftsmith.scripts.choose import command as choose
-from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, require_same_settings, split_prompts
+from draftsmith.scripts.choose.command import (
+    BEST_OF_EPOCHS,
+    FREE,
+    LEAST_PROMPTS,
+    choose,
+    require_same_settings,
+    split_prompts,
+)
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
-from draftsmith.scripts.choose.run import checked_candidates, print_plan
+from draftsmith.scripts.choose.sweep import candidates_of, own_fields
 from draftsmith.scripts.kinds import kind_of, recipes
 from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.serving.draft_lengths import drafter_entry
-from draftsmith.scripts.serving.engine.offline import engine_python
-from draftsmith.scripts.stages import NO_GO, Stages, flags_of
-from draftsmith.train.cli import parse_config
+from draftsmith.scripts.stages import NO_GO, Stages
+from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.data.corpus import write_prompts
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.models import load_config
-from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import note_on_interrupt
 
-FREE = (*choose.FREE, "verify", "min_speedup")
-"""Fields that may change in an output that an earlier run began."""
-FREE_OF_NAMED = ("server", "budget", "budget_tokens", "choosing")
-"""Further fields that may change with a named drafter; `choose` itself would refuse other values."""
+MEASURED = 32  # the most prompts that are held out for the verdict; an eighth of a small file
 HELD_BACK = 0.05  # the share of the prompts that select the best epoch of a named candidate
 
 
@@ -52,28 +52,20 @@ class TrainedDrafter:
     directory: str | None  # None for copies
     draft_lengths: list[int]  # γ to measure
 
-    @property
-    def drafter(self) -> str:
-        """The value of `--drafter`."""
-        return self.directory or self.name
-
 
 def align(config: AlignConfig) -> int:
     """Run all stages; return 0, or 3 if no drafter pays."""
-    python = None if config.verify is None else engine_python(None)
     output = require_writable(config.output)
-    prompts = read_prompts(config.prompts, limit=config.limit, invalid=config.invalid_prompts)
-    if len(prompts) < 2 * config.measured_prompts:
-        raise InputError(
-            f"prompts: expected at least {2 * config.measured_prompts} in {config.prompts}, {config.measured_prompts} "
-            f"of them to be measured on, found {len(prompts)}"
-        )
+    prompts = read_prompts(config.prompts, invalid=config.text.invalid_prompts)
+    if len(prompts) < LEAST_PROMPTS:
+        raise InputError(f"prompts: expected at least {LEAST_PROMPTS} in {config.prompts}, found {len(prompts)}")
     require_rollback(config.target, config.trust_remote_code)
-    free = FREE if config.drafter is None else (*FREE, *FREE_OF_NAMED)
+    free = (*FREE, "min_speedup") if config.drafter is None else (*FREE, "min_speedup", "server", "budget")
     require_same_settings(config, output, [prompt.record() for prompt in prompts], free)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"
-    for path, part in zip((measured, others), split_prompts(config, prompts, config.measured_prompts), strict=True):
+    parts = split_prompts(config, prompts, min(MEASURED, len(prompts) // 8))
+    for path, part in zip((measured, others), parts, strict=True):
         write_prompts(path, [prompt.record() for prompt in part])
     stages = Stages(output / "stages")
     with note_on_interrupt(lambda: f"finished stages are kept in {output}; the same command continues from there"):
@@ -85,47 +77,41 @@ def align(config: AlignConfig) -> int:
             print(f"\n{trained.directory} holds {step}", flush=True)
         stages.run("measure", ["measure", *_measuring(config, trained, measured, output / "report")])
         passed = _gate(output / "report/report.json")
-        if not passed:
+        if passed is None:
             return NO_GO
-        _launch(config, trained, output, next(iter(passed.values())), python)
+        _launch(config, trained, output, passed, stages)
     return 0
 
 
 def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> TrainedDrafter | None:
-    choice = output / "choice"
+    """Choose, and run the commands that train the winner."""
     values = {field.name: getattr(config, field.name) for field in fields(ChooseConfig)}
-    values |= {"prompts": prompts, "output": choice, "limit": None, "dry_run": None}
-    for name in ("draft_length", "temperature", "batch_size"):
-        values[name] = ",".join(f"{value:g}" for value in values[name])
-    flags = flags_of({name: value for name, value in values.items() if value not in (None, {})})
-    stages.run("choose", ["choose", *flags])
-    result = parse_json((choice / "choose.json").read_text(encoding="utf-8"))
-    name = result["winner"]
-    if name == NONE:
-        print(f"\nno-go: {result['reason']}")
+    choice = choose(ChooseConfig(**values | {"prompts": str(prompts), "output": str(output / "choice")}))
+    if choice.winner == NONE:
+        print(f"\nno-go: {choice.reason}")
         return None
-    standing = next(standing for standing in result["standings"] if standing["name"] == name)
-    left = config.seconds - result["spent"]
-    for number, line in enumerate(result["commands"], 1):
-        words = shlex.split(line)[1:]
-        if words[0] in recipes() and config.budget_tokens is None:
-            words.append(f"--stop_after={max(1, round(left))}s")
-        if words[0] != "measure":
-            left -= stages.run(f"winner-{number}-{words[0]}", words)
-    lengths = {outlook["way"]["draft_length"] for outlook in standing["outlooks"]}
-    return TrainedDrafter(name, None if name in COPIES else str(choice / "winner"), sorted(lengths))
+    spent = sum(choice.seconds.values())
+    for number, command in enumerate(choice.commands, 1):
+        if command[0] != "measure":
+            left = max(1, round(config.seconds - spent - stages.spent))
+            stop = [f"--stop_after={left}s"] if command[0] in recipes() else []
+            stages.run(f"winner-{number}-{command[0]}", [*command, *stop])
+    standing = next(standing for standing in choice.standings if standing.name == choice.winner)
+    lengths = {outlook.way.draft_length for outlook in standing.outlooks}
+    directory = None if choice.winner in COPIES else str(output / "choice/winner")
+    return TrainedDrafter(choice.winner, directory, sorted(lengths))
 
 
 def _named(config: AlignConfig, output: Path, prompts: Path, stages: Stages) -> TrainedDrafter | None:
     """Let the target answer all prompts, and train the named candidate."""
-    name, candidates = str(config.drafter), checked_candidates(config)
+    name, candidates = str(config.drafter), candidates_of(config)
     if name not in candidates:
         raise InputError(f"drafter: expected a candidate out of {', '.join(candidates)}, found {name}")
     text, directory = output / "completions", output / "drafter"
-    stages.run("prepare", ["prepare", *flags_of(config.answers() | {"prompts": prompts, "output": text})])
-    training = config.training(candidates[name], [str(text)], str(directory))
+    stages.run("prepare", config.prepare(prompts, text))
+    training = config.training(own_fields(candidates[name]), [str(text)], directory)
     training = {"heldout": HELD_BACK} | training | BEST_OF_EPOCHS
-    stages.run("train", [candidates[name]["command"], *config.launcher(), *flags_of(training)])
+    stages.run("train", [candidates[name]["command"], *flags_of(training)])
     kind = kind_of(str(directory))
     most = kind.most_drafted(parse_json((directory / "config.json").read_text(encoding="utf-8")))
     if most is not None and kind.whole_blocks:
@@ -140,26 +126,26 @@ def _measuring(config: AlignConfig, trained: TrainedDrafter, prompts: Path, outp
         "target": config.target, "prompts": prompts, "output": output,
         "temperature": ",".join(f"{temperature:g}" for temperature in config.temperature),
         "batch_size": ",".join(map(str, config.batch_size)), "draft_length": ",".join(map(str, trained.draft_lengths)),
+        "drafter": f"{trained.name}={trained.directory or trained.name}",
     }  # fmt: skip
     if config.min_speedup != 1.0:  # without a gate the report gives a verdict for each setting
         values["min_speedup"] = config.min_speedup
-    return [*flags_of(values | config.texts() | config.loading()), f"--drafter={trained.name}={trained.drafter}"]
+    return flags_of(values | config.texts() | config.loading())
 
 
-def _gate(path: Path) -> dict[tuple[float, int], int]:
-    """Print the verdicts; return γ by temperature and batch size of the passing settings; one is enough."""
+def _gate(path: Path) -> int | None:
+    """Print the verdicts; return γ of the first passing setting, or None. One is enough."""
     verdicts = parse_json(path.read_text(encoding="utf-8"))["recommendation"]["settings"]
-    passed = {(row["temperature"], row["batch_size"]): row["draft_length"] for row in verdicts if row["go"]}
     print()
     for row in verdicts:
         print(f"{'go' if row['go'] else 'no-go'}: {row['reason']}")
-    if not passed:
+    if not any(row["go"] for row in verdicts):
         print("no-go: it pays nowhere")
-    return passed
+    return next((row["draft_length"] for row in verdicts if row["go"]), None)
 
 
-def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_length: int, python: Path | None) -> None:
-    """Export the drafter, unless this very export was done before, and print how to launch a server with it."""
+def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_length: int, stages: Stages) -> None:
+    """Export the drafter, and print how to launch a server with it."""
     if trained.directory is None:
         print(f"\n{trained.name} needs no files: docs/deploy.md says which servers draft by copies")
         return
@@ -179,12 +165,9 @@ def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_le
         values["draft_lengths"] = lengths
     elif format in kind.launched and not kind.tree_alone and not kind.whole_blocks:
         values["draft_length"] = draft_length
-    if python is not None:
-        values |= {"verify": config.verify, "engine": python}
-    argv, stage = ["export", *flags_of(values)], output / "stages/export.json"
-    inputs = [argv, lengths.read_text(encoding="utf-8") if lengths.is_file() else None]
-    previous = read(dict[str, Any], stage) if stage.is_file() else None
-    if previous is None or previous.get("of") != inputs:
+    argv = ["export", *flags_of(values)]
+
+    def exported() -> str:
         shutil.rmtree(output / "export", ignore_errors=True)  # left by an interrupted export, or another one
         printed = io.StringIO()
         print(f"export: draftsmith {' '.join(argv)}", flush=True)
@@ -192,16 +175,13 @@ def _launch(config: AlignConfig, trained: TrainedDrafter, output: Path, draft_le
             code = cli.main(argv)
         if code != 0:
             raise InputError(f"export: expected it to end, found exit code {code}: see its line above")
-        previous = {"of": inputs, "said": printed.getvalue()}
-        write_json(stage, previous)
-    write_atomically(output / "launch.txt", previous["said"])
-    print(f"\n{previous['said'].rstrip()}")
+        return printed.getvalue()
+
+    text = stages.call("export", argv, exported, str)
+    write_atomically(output / "launch.txt", text)
+    print(f"\n{text.rstrip()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make a drafter, and print where it is and how to serve it; return 3 if no drafter pays."""
-    config = parse_config(AlignConfig, argv, prog="draftsmith align")
-    if config.dry_run:
-        print_plan(config)
-        return 0
-    return align(config)
+    return align(parse_config(AlignConfig, argv, prog="draftsmith align"))

@@ -1,32 +1,25 @@
 """Replayed acceptance of candidates and measured costs of rounds, which give the speed-up of every way to draft."""
 
-import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from draftsmith.decode import HybridProposer, Proposer, Switch
-from draftsmith.decode.cache.program import NotCompiled, nothing_compiled
-from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.planning.costs import text_seconds
-from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
 from draftsmith.scripts.settings import load_fastest
-from draftsmith.scripts.stages import interrupt_after
-from draftsmith.scripts.trials import COST_SCHEMAS, load_chains, named_specs, read_costs, replay_completions
-from draftsmith.train.cli import OutOfTime
+from draftsmith.scripts.trials import load_chains, named_specs, replay_completions
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_tokenizer
-from draftsmith.train.provenance import environment, write_json
+from draftsmith.train.provenance import environment
 
 ALONE = "alone"
 NEVER = 2**40  # a shortest match, in tokens, that no copy reaches
@@ -119,7 +112,7 @@ def replay_candidates(
     results: dict[str, dict[str, ReplayedRounds]] = {drafter.name: {} for drafter in candidates}
     for temperature in config.temperature:
         samples = list(load_completions(heldout[temperature]).sort("id"))
-        sampler = config.at(temperature).sampler()
+        sampler = config.text.at(temperature).sampler()
         replays = replay_completions(
             pair, ways, samples, draft_lengths, sampler, config.max_new_tokens, with_sizes=True
         )
@@ -141,61 +134,22 @@ def _lengths(config: ChooseConfig, drafter: Drafter, chain: Proposer, most: int)
     return [k for k in config.draft_length if k <= most] or [most]
 
 
-def kept_costs(
-    config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], path: Path,
-    compiling: float | None, seconds: float, most: float,
-) -> dict[str, CostTable]:  # fmt: skip
-    """Return tables of costs by temperature: from the config's file, or from `path`, measured first if it is not there.
+class MeasuredCosts(TypedDict):
+    """Costs of rounds on a machine, a table for each temperature."""
 
-    All drafters are measured in turns, so that drift of the machine's speed affects them alike.
-
-    Args:
-        config: γ, temperatures and batch sizes.
-        drafters: as for `replayed`.
-        heldout: as for `replayed`.
-        path: the file.
-        compiling: None if forwards may be compiled; otherwise the seconds that would take, and costs are of programs on
-            disk, or eager.
-        seconds: the approximate time for timing, once everything is compiled.
-        most: seconds for everything; after half of them costs are measured eager, unless the config decides.
-
-    Raises:
-        InputError: a file without some drafter, temperature or batch size.
-        OutOfTime: it took too long.
-    """
-    costs_path = None if config.costs is None else Path(config.costs)
-    if costs_path is None and not path.is_file():
-        begin, costs, first = time.perf_counter(), dict[str, Any](), most / 2 if config.compiled is None else most
-        why = [] if compiling is None else [f"compiling takes about {time_text(compiling)}, for which there is no time"]
-        try:
-            with interrupt_after(first), nullcontext() if compiling is None else nothing_compiled():
-                costs = _measured(config, drafters, heldout, config.compiled, seconds)
-            why.append(costs["eager"])
-        except NotCompiled:
-            if config.compiled is not None:
-                raise
-        except OutOfTime:
-            if config.compiled is not None:
-                raise
-            why = [f"compiled ones were not measured within {time_text(first)}, half of the time that was left"]
-        if not costs:  # not in the `except`, whose exception holds the models of the first attempt in memory
-            with interrupt_after(most - (time.perf_counter() - begin)):
-                costs = _measured(config, drafters, heldout, False, seconds)
-        eager = config.compiled is None and not costs["compiled"]
-        write_json(path, costs | {"eager": "; ".join(why) if eager else None})
-    path = costs_path or path
-    file = read_costs(path, "choose", config.target, drafters.keys(), config.temperature, config.batch_size)
-    longest = max(k for table in file.tables for seconds in table.target_seconds.values() for k in seconds)
-    if longest <= max(config.draft_length):
-        found = f"up to {longest - 1}: measure again"
-        raise InputError(f"costs: expected those of γ {max(config.draft_length)} in {path}, found {found}")
-    return {f"{table.temperature:g}": table for table in file.tables}
+    environment: dict[str, Any]
+    compiled: bool
+    tables: list[ValidTable]
 
 
-def _measured(
+def measured_costs(
     config: ChooseConfig, drafters: Mapping[str, str], heldout: Mapping[float, str], compiled: bool | None,
     seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> MeasuredCosts:  # fmt: skip
+    """Measure the costs of rounds, all drafters in turns, so that drift of the machine's speed affects them alike.
+
+    `drafters` and `heldout` are as for `replay_candidates`. The timing takes about `seconds`, after compiling.
+    """
     samples = [sample for path in heldout.values() for sample in load_completions(path).sort("id")]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     threads = torch.get_num_threads()
@@ -215,7 +169,7 @@ def _measured(
             {name: chain for name, (chain, _) in chains.items()},
             {name: min(most, middle) for name, (_, most) in chains.items()},
             torch.tensor([token for sample in samples for token in sample["input_ids"]]),
-            {temperature: config.at(temperature).sampler() for temperature in config.temperature},
+            {temperature: config.text.at(temperature).sampler() for temperature in config.temperature},
             config.batch_size,
             max(2, round((prompt + whole) / 2)),
             prompt,
@@ -227,10 +181,7 @@ def _measured(
     finally:
         torch.set_num_threads(threads)
     return {
-        "schema": COST_SCHEMAS["choose"],
-        "target": config.target,
         "environment": environment(pair.target.device, pair.dtype) | {"threads": settings.threads},
         "compiled": settings.compiled,
-        "eager": f"a short timing chose them: {settings.why}" if settings.why else "nothing was timed to choose",
         "tables": tables,
     }

@@ -1,5 +1,6 @@
 """Costs in a file: measured once on a machine, and reused there."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,28 @@ import torch
 
 from draftsmith.decode import Proposer
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
+from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.state import Measured, member_name
-from draftsmith.scripts.trials import COST_SCHEMAS, read_costs, require_same
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
 
+SCHEMA = "draftsmith.costs/1"
 SAME = ("device", "dtype", "threads")
 """The fields of the environment that must be equal for costs to be reused."""
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """Costs of rounds that were measured on a machine."""
+
+    schema: str
+    environment: dict[str, Any]
+    compiled: bool
+    target: str
+    tables: list[ValidTable]
+    drafters: dict[str, dict[str, Any]]  # `Drafter.to_dict`
 
 
 def priced_proposers(pair: Pair) -> dict[str, Proposer]:
@@ -51,7 +65,7 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     for context in config.context or [mean]:
         tables += measure_costs(*models, context, prompt, sorted(blocks), compiled=compiled)
     content = {
-        "schema": COST_SCHEMAS["measure"],
+        "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype),
         "compiled": compiled,
         "target": config.target,
@@ -68,8 +82,22 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
     Raise InputError without a file, or for costs of another target, drafter, temperature, dtype or machine, or of
     smaller batches.
     """
-    names = priced_proposers(pair).keys()
-    file = read_costs(path, "measure", config.target, names, config.temperature, config.batch_size)
+    try:
+        file = read(CostFile, path, "costs")
+    except FileNotFoundError as error:
+        raise InputError(f"costs: expected a file that `measure` wrote at {path}, found none") from error
+    if file.schema != SCHEMA:
+        raise InputError(f"costs: {path}: schema: expected {SCHEMA!r}, found {file.schema!r}")
+    require_same(path, "target", config.target, file.target)
+    largest = max((rows for table in file.tables for rows in table.target_seconds), default=0)
+    if (most := max(config.batch_size)) > largest:
+        raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
+    for table in file.tables:
+        if missing := sorted(priced_proposers(pair).keys() - table.drafters.keys()):
+            raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
+    for temperature in config.temperature:
+        if all(table.temperature != temperature for table in file.tables):
+            raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
     here: dict[str, Any] = environment(pair.target.device, pair.dtype)
     require_same(path, "compiled", bool(config.compiled), file.compiled)
     for name in SAME:
@@ -83,3 +111,9 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
             if key != "path":
                 require_same(path, f"{drafter.name}'s {key}", value, of_file.get(key))
     return file.tables
+
+
+def require_same(path: Path, name: str, here: object, there: object) -> None:
+    """Raise InputError if the costs in a file are of something else than is here."""
+    if here != there:
+        raise InputError(f"costs: expected those of {name} {here} in {path}, found those of {there}: measure again")

@@ -1,7 +1,6 @@
 """`draftsmith adapt`: a deployed drafter learns from traffic, and a better one takes its place."""
 
 import json
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -58,15 +57,13 @@ def ran(monkeypatch):
 
 def gains(low: float, high: float):
     gain = Estimate((low + high) / 2, (low, high), 8)
-    return lambda *given: Comparison(
-        Estimate(1.5, None, 8), Estimate(1.6, None, 8), gain, {"0": gain}, {"code": gain}, {"0": gain}
-    )
+    return lambda *given: Comparison(Estimate(1.5, None, 8), Estimate(1.6, None, 8), gain, {"0": gain}, {"code": gain})
 
 
 def test_a_better_drafter_takes_the_place_of_the_deployed_one(config, pair_dirs, tmp_path, ran, monkeypatch, capsys):
     own = command.Stages.run
 
-    def stopped(self, name, argv):
+    def stopped(self, name, argv, fresh=None):
         if name == "train":
             raise KeyboardInterrupt
         return own(self, name, argv)
@@ -130,13 +127,6 @@ def test_the_exit_code_is_the_gates(config, tmp_path, monkeypatch, capsys, low, 
     assert command.main(flags) == code
     said = capsys.readouterr().out
     assert word + "because" in said
-    if code == 0:
-        watch = next(line for line in said.splitlines() if "draftsmith measure" in line)
-        name, *flags_of_it = shlex.split(watch)[1:]
-        read = command.parse_config(
-            cli.config_class(name, flags_of_it), [each.replace("URL", "http://h:1") for each in flags_of_it]
-        )
-        assert read.min_alpha == pytest.approx(0.001)
     assert command.main(flags) == 0 and "nothing to do: the log has fewer than 20 requests" in capsys.readouterr().out
 
 
@@ -152,7 +142,6 @@ def test_drafters_are_compared_on_the_same_texts(config, pair_dirs, tmp_path):
     found = traffic.compare(config, str(draft), str(perfect), texts)
     assert found.new.value > found.old.value and found.gain.ci95[0] > 0
     assert found.gain.value == pytest.approx(found.new.value - found.old.value)
-    assert 0.9 < found.promised["0"].value <= 1.0 and found.promised.keys() == {"0", "1"}
     assert found.by_temperature.keys() == {"0", "1"} and found.by_category.keys() == {"def", "return"}
     same = traffic.compare(config, str(draft), str(draft), texts)
     assert same.gain.value == 0 and same.gain.ci95 == (0, 0)
@@ -187,9 +176,7 @@ def test_a_log_of_other_answers_than_the_targets_is_refused(config, tmp_path, ra
     [
         ({"log": []}, r"log: expected at least one file"),
         ({"newest": 4}, r"newest: expected at least 8"),
-        ({"foreign": 1.5}, r"foreign: expected"),
         ({"answers": "none"}, r"answers: expected one of given, target"),
-        ({"endpoint_model": "m"}, r"endpoint_model: expected --endpoint with it"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(config, fields, message):

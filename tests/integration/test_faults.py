@@ -35,6 +35,7 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
+from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
@@ -48,7 +49,6 @@ from draftsmith.scripts.serving.measure.load import RequestRecord
 from draftsmith.scripts.serving.measure.observe import ServerTurn
 from draftsmith.scripts.serving.reconcile.rounds import read_rounds
 from draftsmith.scripts.settings import Settings
-from draftsmith.scripts.trials import CostFile
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions

@@ -26,8 +26,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.memory import DraftPlan
 from draftsmith.scripts.plan import command
-from draftsmith.scripts.stages import flags_of
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import flags_of, parse_config, run
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import last_hidden

@@ -13,8 +13,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan.command import report
-from draftsmith.scripts.stages import flags_of
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.job.flops import Work
 from draftsmith.train.memory.plan import PROCESS
 from draftsmith.train.memory.setting import GIB

@@ -14,9 +14,8 @@ from draftsmith.medusa.block.__main__ import train_block
 from draftsmith.medusa.eagle.__main__ import train_heads
 from draftsmith.medusa.mtp.__main__ import train_heads as train_mtp
 from draftsmith.scripts.plan.config import plan_config
-from draftsmith.scripts.stages import flags_of
 from draftsmith.train import launch
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.data.collator import ahead_positions
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.memory.activations import BatchShape, LiveBytes

@@ -87,16 +87,6 @@ def test_a_cpu_without_a_compiler_decodes_eagerly_and_says_why(pair, monkeypatch
         loaded(pair, threads=2, compiled=True)
 
 
-def test_programs_that_may_not_be_compiled_are_no_failure(pair, monkeypatch):
-    def missing(*_):
-        raise program.NotCompiled("compiled: expected a program")
-
-    clock(monkeypatch, EAGER, DRAFT)
-    monkeypatch.setattr(program, "Program", missing)
-    _, chosen = loaded(pair)
-    assert chosen.compiled is False and str(chosen.why).endswith("4 13.0")
-
-
 @pytest.mark.parametrize("compiled", [False, None])
 def test_dtypes_that_are_alike_are_told_apart_by_what_verifying_takes(pair, monkeypatch, capsys, compiled):
     alike = {"bfloat16": 0.0065, "float32": 0.006}

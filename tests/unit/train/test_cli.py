@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
-from draftsmith.train.cli import OutOfTime, run
+from draftsmith.train.cli import run
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import write_atomically
 
@@ -41,8 +41,6 @@ WAY_OUT = "; try a smaller batch, length or model"
         (raising(InputError("limit: expected 1, found 0")), 2, "error: limit: expected 1, found 0"),
         (lambda: signal.raise_signal(signal.SIGINT), 130, f"interrupted: nothing was kept; {AGAIN}"),
         (raising(noted(KeyboardInterrupt(), "6 of 9 are kept")), 130, f"interrupted: 6 of 9 are kept; {AGAIN}"),
-        (raising(noted(OutOfTime(), "6 of 9 are kept")), 143,
-         "ended: it took longer than the time that was left for it"),
         (raising(BrokenPipeError()), 141, ""),
         (raising(MemoryError()), 2, MEMORY + WAY_OUT),
         (raising(MemoryError("Unable to allocate 3.00 GiB for an array")), 2, f"{MEMORY} for 3.00 GiB{WAY_OUT}"),

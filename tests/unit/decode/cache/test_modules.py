@@ -11,14 +11,13 @@ from transformers import GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.decode import InputError, autoregressive_generate
-from draftsmith.decode.cache import CachedModel, Slots, attention, check_rollback, layers, program
+from draftsmith.decode.cache import CachedModel, Slots, attention, check_rollback, layers
 from draftsmith.decode.cache.attention import attends_in_groups, grouped_attention
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.cache.layers import Block, Layer, Moves
 from draftsmith.decode.cache.product import block_product, can_pack, pack_weight
 from draftsmith.decode.cache.weights import groups, lay_out_weights, lend_weights, tensors
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
-from draftsmith.decode.rules import judged
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.decoding import complete
@@ -139,15 +138,6 @@ def test_what_the_kernel_does_not_know_is_the_librarys():
         and not can_pack(torch.zeros(1, 1).double())
     )
     assert not can_pack(torch.zeros(1, 1, device="meta"))
-
-
-def test_a_program_that_is_not_on_disk_is_not_compiled_where_nothing_may_be(tmp_path, monkeypatch):
-    monkeypatch.setenv(program.FOLDER, str(tmp_path))
-    monkeypatch.setattr(judged, "_PROGRAMS", {})
-    wanted = r"compiled: expected the program of the rule for sampling in .*"
-    with program.nothing_compiled(), pytest.raises(program.NotCompiled, match=wanted):
-        judged.drawn_tokens(torch.zeros(1, 5), 1.0, torch.zeros(1))
-    assert program._may_compile and not list(tmp_path.iterdir())
 
 
 LIMIT, KINDS = 12, ("llama-dynamic", "llama-longrope", "phi3-longrope")

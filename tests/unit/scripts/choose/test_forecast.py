@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
-from draftsmith.scripts.choose import result
-from draftsmith.scripts.choose.forecast import Trial, outlook, outlooks, score
-from draftsmith.scripts.choose.result import Standing
+from draftsmith.scripts.choose import forecast
+from draftsmith.scripts.choose.forecast import Standing, Trial, outlook, outlooks, score
 from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
 
 TABLE = CostTable(
@@ -39,7 +38,7 @@ def replayed(tau: float, texts: int = 12) -> ReplayedRounds:
 
 
 def trial(tokens: int, tau: float) -> Trial:
-    return Trial("dir", tokens, 1.0, {"0": replayed(tau)})
+    return Trial("dir", tokens, 1.0, 0.0, {"0": replayed(tau)})
 
 
 def test_the_fastest_way_is_taken_and_priced_by_its_rounds():
@@ -74,7 +73,11 @@ def test_amounts_that_are_too_close_promise_nothing():
 
 def test_the_score_is_the_geometric_mean_over_settings():
     found = outlooks(
-        "draft", [Trial("dir", 1000, 1.0, {"0": replayed(1.5), "1": replayed(1.2)})], {"0": TABLE, "1": TABLE}, [1], 1e3
+        "draft",
+        [Trial("dir", 1000, 1.0, 0.0, {"0": replayed(1.5), "1": replayed(1.2)})],
+        {"0": TABLE, "1": TABLE},
+        [1],
+        1e3,
     )
     assert [each.temperature for each in found] == ["0", "1"]
     assert score(found) == pytest.approx((1.5 * 1.2) ** 0.5 / 1.4)
@@ -83,23 +86,23 @@ def test_the_score_is_the_geometric_mean_over_settings():
 def standing(name: str, taus: list[float]) -> Standing:
     """A candidate of which each held-out text is drafted at its own τ, one token at a time."""
     texts = ReplayedRounds([30] * len(taus), {"alone": {1: [alone(30 / tau, 1) for tau in taus]}})
-    trials = [Trial("dir", 1000, 1.0, {"0": texts})]
-    return Standing(name, "distill", {}, trials, None, outlooks("draft", trials, {"0": TABLE}, [1], 1e3), 0.1)
+    trials = [Trial("dir", 1000, 1.0, 0.0, {"0": texts})]
+    return Standing(name, "distill", {}, trials, None, outlooks("draft", trials, {"0": TABLE}, [1], 1e3))
 
 
 def test_the_winner_is_told_from_those_that_are_slower_on_the_same_prompts(monkeypatch):
     """Texts differ far more than candidates: only what is paired over them tells candidates apart."""
-    monkeypatch.setattr(result, "COST_ERROR", 0.0)
+    monkeypatch.setattr(forecast, "COST_ERROR", 0.0)
     table = replace(TABLE, drafters={name: TABLE.drafters["draft"] for name in ("best", "near", "far")})
     texts = [1.6, 2.6, 1.9, 2.2] * 4
     best = standing("best", texts)
     far = standing("far", [0.95 * tau for tau in texts])
     near = standing("near", [tau * (0.97 if place % 2 else 1.02) for place, tau in enumerate(texts)])
-    assert result.close_to("best", [best, far, near], {"0": table}) == ["near"]
-    monkeypatch.setattr(result, "COST_ERROR", 0.02)  # 5 % are within two standard errors of 2 % for each
-    assert result.close_to("best", [best, far, near], {"0": table}) == ["far", "near"]
+    assert forecast.close_to("best", [best, far, near], {"0": table}) == ["near"]
+    monkeypatch.setattr(forecast, "COST_ERROR", 0.02)  # 5 % are within two standard errors of 2 % for each
+    assert forecast.close_to("best", [best, far, near], {"0": table}) == ["far", "near"]
     # Where costs do not agree, a candidate's are wrong by a tenth.
     doubtful = replace(table, doubts=["a token of plain decoding takes 1.00 ms at first, 2.00 ms later"])
     farther = standing("far", [0.8 * tau for tau in texts])
-    assert result.close_to("best", [best, farther], {"0": table}) == []
-    assert result.close_to("best", [best, farther], {"0": doubtful}) == ["far"]
+    assert forecast.close_to("best", [best, farther], {"0": table}) == []
+    assert forecast.close_to("best", [best, farther], {"0": doubtful}) == ["far"]
