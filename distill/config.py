@@ -118,10 +118,8 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     """The initial draft: a causal LM with the target's tokenizer. Without it `init` makes one."""
     init: DraftInit = field(default_factory=DraftInit)
     """A carved or random draft, LoRA, and the vocabulary."""
-    curriculum: float = 0.0
-    """The share of the steps over which the objective moves from the forward KL to `divergence`, linearly."""
     draft_length: int = 4
-    """γ of the replayed mean acceptance length, and of the block terms expected_length and reached_tvd."""
+    """γ of the replayed mean acceptance length."""
     on_policy: float = 0.0
     """λ: the share of the batches whose completions the draft writes itself, for the target to score."""
     on_policy_tokens: int = 128
@@ -130,7 +128,7 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.init.check_source(self.draft)
-        require(self, SHARE, "curriculum", "on_policy")
+        require(self, SHARE, "on_policy")
         require(self, at_least(1), "on_policy_tokens")
         if self.prompt_loss and not self.objective.needs_target:
             raise InputError(

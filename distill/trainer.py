@@ -26,7 +26,6 @@ from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeDistributions
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
-from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
@@ -125,14 +124,13 @@ class DistillTrainer(RecipeTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens."""
-        labels_N, follow_N = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"])), positions.follow()
-        objective = self.objective_of_step() if model.training else self.objective
+        labels_N, objective = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"])), self.objective
         teacher = self.loss_distributions(inputs, positions) if objective.needs_target else None
         sizes = self.vocabulary.sizes(self.sizes)
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_NH, head),) = learners
-            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=sizes)
+            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, sizes)
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
@@ -154,11 +152,6 @@ class DistillTrainer(RecipeTrainer):
             return "random weights are too large for this shape; look at initializer_range in init.config"
         return "the layers that are left do not follow each other; try other init.layers, or more of them"
 
-    def objective_of_step(self) -> Objective:
-        """Return this step's objective; a curriculum moves from the forward KL to the configured one."""
-        steps = self.config.curriculum * self.state.max_steps
-        return self.objective.after(self.state.global_step / steps) if steps else self.objective
-
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's replay sums and loss, (B, 6)."""
         positions = LossPositions(inputs["positions"][0])
@@ -173,12 +166,7 @@ class DistillTrainer(RecipeTrainer):
         features_BTK = features_NK.new_zeros(*inputs["input_ids"].shape, features_NK.shape[1])
         features_BTK.flatten(0, 1).index_copy_(0, positions.flat_N, features_NK)
         features_BTK = features_BTK[:, :-1]
-        # Positions whose predecessor is a loss position too: blocks of the objective continue there.
-        follows_BT = chosen_BT & torch.nn.functional.pad(chosen_BT[:, :-1], (1, 0))
-        losses = [
-            self.objective.shortfall(features_TK[:, 4:], follows_T, chosen_T.float(), chosen_T)
-            for features_TK, follows_T, chosen_T in zip(features_BTK, follows_BT, chosen_BT, strict=True)
-        ]
+        losses = [losses_T.sum() for losses_T in features_BTK[..., 4] * chosen_BT.float()]
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
 

@@ -23,11 +23,7 @@ class HeadsConfig(ObjectiveConfig):
     """The loss of guess k, from 0, has the weight decay^k (Medusa, Cai et al. 2024, section 2.2.1)."""
 
     def __post_init__(self) -> None:
-        from draftsmith.train.losses.objective import BLOCK_TERMS
-
         super().__post_init__()
-        if self.objective.has_blocks:
-            raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
         require(self, at_least(1), "draft_vocabulary")
         require(self, more_than(0), "decay")
         require(self, DECAY, "decay")

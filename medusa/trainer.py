@@ -151,7 +151,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         for index in range(self.count):
             # Columns of `_guess_features`: a, Σ_v min(p, q), right, the objective's features, and last the weight.
             table = positions.table(index, features(index, features_of), (rows, width + 1))
-            losses = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in table]
+            losses = [(row[:, -1] * row[:, 3]).sum() for row in table]
             # The same weights as in the training loss, so that held-out losses can be compared with it.
             loss_B += self.config.decay**index * torch.stack(losses)
             accepted.append(table[:, :-1, 0])

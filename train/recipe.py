@@ -269,8 +269,8 @@ class ObjectiveConfig(RecipeConfig):
 
     divergence: str | dict[str, float] = "forward_kl"
     """The loss. With soft labels, the target's distributions: forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl,
-    tvd, lk_hybrid, nla. With hard labels, the completions' tokens: cross_entropy. For draft models also the shortfall
-    of a drafted block: expected_length (of accepted tokens), reached_tvd. Or weights by name, for a sum."""
+    tvd, lk_hybrid, nla. With hard labels, the completions' tokens: cross_entropy. Or
+    weights by name, for a sum."""
     beta: float = 0.5
     """The weight of p in jsd's mixture."""
     alpha: float = 0.1

@@ -111,8 +111,9 @@ class DraftModelProposer(Proposer):
 
     def fits_programs(self, task: DraftTask) -> bool:
         """Return whether programs can draft: rows are alike, and no rule inspects tokens meanwhile."""
-        grows = isinstance(self.tree, DynamicTree)
-        if grows or not runs_in_programs(self.draft_model) or not self.task.draw_siblings:
+        if isinstance(self.tree, DynamicTree):
+            return False
+        if not runs_in_programs(self.draft_model) or not self.task.draw_siblings:
             return False
         if self.tree is not None and self.tree.pruned(task.draft_length)[0].depth > self.most_steps:
             return False

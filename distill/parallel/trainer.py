@@ -106,7 +106,7 @@ class ParallelTrainer(DistillTrainer):
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens and their masks."""
         chains: Chains = inputs["chains"]
-        objective = self.objective_of_step() if model.training else self.objective
+        objective = self.objective
         # An entry learns the label and the distribution of its position: the target never sees masks.
         labels_E = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"]))[chains.indices_E]
         p_E: GatheredDistributions | None = None
@@ -117,17 +117,8 @@ class ParallelTrainer(DistillTrainer):
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_EH, head),) = learners
-            return chunked_objective(
-                objective,
-                hidden_EH,
-                head,
-                p_E,
-                labels_E,
-                chains.offsets_E > 0,
-                sizes=sizes,
-                weights_N=self._weights_K[chains.offsets_E],
-                starts_N=chains.offsets_E == 0,
-            )
+            weights_E = self._weights_K[chains.offsets_E]
+            return chunked_objective(objective, hidden_EH, head, p_E, labels_E, sizes, weights_E)
 
         def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
@@ -182,17 +173,8 @@ class ParallelTrainer(DistillTrainer):
         return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
 
     def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
-        anchors_K = torch.arange(self.length, device=inside_BNK.device) == 0
-        losses = [
-            self.objective.shortfall(table_EF[:, 4:], follows_E, weights_E, starts_E)
-            for table_EF, follows_E, weights_E, starts_E in zip(
-                table_BNKF.flatten(1, 2),
-                (inside_BNK & ~anchors_K).flatten(1),
-                (inside_BNK * self._decay_K).flatten(1),
-                (inside_BNK & anchors_K).flatten(1),
-                strict=True,
-            )
-        ]
+        weighted_BE = (table_BNKF[..., 4] * (inside_BNK * self._decay_K)).flatten(1)
+        losses = [losses_E.sum() for losses_E in weighted_BE]
         plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
         a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
         rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)

@@ -51,7 +51,7 @@ METRICS = ("alpha", "greedy_alpha", "agreement", "mean_acceptance_length", "loss
     [
         ("forward_kl", torch.float16),
         ("jsd", torch.float32),
-        ({"expected_length": 1.0, "reverse_kl": 0.1, "cross_entropy": 0.1}, torch.float32),
+        ({"tvd": 1.0, "reverse_kl": 0.1, "cross_entropy": 0.1}, torch.float32),
     ],
     ids=str,
 )
@@ -70,7 +70,7 @@ def test_with_all_tokens_it_is_what_it_is_with_the_target(
         make_cache(
             CacheConfig(str(pipeline / "target"), completions(pipeline), str(tmp_path / "wide"), 300, temperature=0.8)
         )
-    options = {"divergence": divergence, "max_length": 16, "curriculum": 0.5}
+    options = {"divergence": divergence, "max_length": 16}
     live = distilled(pipeline, tmp_path / "live", **options)
     name = tmp_path / "wide" if precision == torch.float32 else "whole"
     from_cache = distilled(pipeline, tmp_path / "cached", cached, name, **options)
@@ -97,7 +97,7 @@ def test_replay_is_exact_but_for_its_bounds(pipeline, cached, tmp_path):
     assert found["loss"] < full["loss"]
 
 
-@pytest.mark.parametrize("divergence", ["skew_reverse_kl", "reached_tvd"])
+@pytest.mark.parametrize("divergence", ["skew_reverse_kl", "tvd"])
 def test_every_divergence_is_learned_from_the_top(pipeline, cached, tmp_path, divergence):
     training = {"max_steps": 20, "logging_steps": 20}
     heldout = {"heldout": [str(pipeline / "short"), str(pipeline / "long")]}

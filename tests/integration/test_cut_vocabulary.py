@@ -45,9 +45,7 @@ def replayed(pipeline: Path, draft: Path, kind=DraftModelProposer):
     return found, sum(label not in kept for label in labels) / len(labels)
 
 
-@pytest.mark.parametrize(
-    "divergence", ["forward_kl", {"expected_length": 1.0, "cross_entropy": 0.1}, {"lk_hybrid": 1.0}], ids=str
-)
+@pytest.mark.parametrize("divergence", ["forward_kl", {"tvd": 1.0, "cross_entropy": 0.1}, {"lk_hybrid": 1.0}], ids=str)
 def test_evaluation_is_the_replay_of_the_saved_directory(pipeline, tmp_path, divergence):
     trainer = distilled(pipeline, tmp_path / "out", divergence=divergence)
     before, *_, after = history(trainer, "eval_loss")

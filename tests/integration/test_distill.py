@@ -63,7 +63,7 @@ def test_a_resumed_run_keeps_the_layers_that_were_chosen_and_looks_no_second_tim
     assert Carving.read(tmp_path / CHOICE) in (Carving([layer], scale) for layer in (0, 1) for scale in SCALES)
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "tvd", "expected_length", "cross_entropy", "lk_hybrid", "nla"])
+@pytest.mark.parametrize("name", ["forward_kl", "tvd", "cross_entropy", "lk_hybrid", "nla"])
 def test_a_divergence_is_learned(pipeline, tmp_path, name):
     data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
@@ -80,17 +80,13 @@ def test_a_divergence_is_learned(pipeline, tmp_path, name):
         assert [before, after] == pytest.approx([1 - a for a in alpha], abs=1e-5)
 
 
-def test_a_sum_of_terms_is_learned_after_a_curriculum(pipeline, tmp_path):
+def test_a_sum_of_terms_is_learned(pipeline, tmp_path):
     data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 1}
     terms = {"tvd": 1.0, "forward_kl": 0.1}
-    config = configured(pipeline, tmp_path / "out", divergence=terms, curriculum=0.5, heldout=data, training=training)
+    config = configured(pipeline, tmp_path / "out", divergence=terms, heldout=data, training=training)
     with measured_on_what_it_learns():
         trainer = command.distill(config)
-    kl = command.distill(
-        configured(pipeline, tmp_path / "kl", training=training | {"max_steps": 1, "eval_on_start": False})
-    )
-    assert history(trainer, "loss")[0] == history(kl, "loss")[0]  # it begins with the forward KL alone
     before, after = history(trainer, "eval_loss")
     assert after < 0.9 * before
     alpha = history(trainer, "eval_alpha")

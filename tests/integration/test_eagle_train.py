@@ -245,7 +245,6 @@ def test_evaluation_is_replay_round_by_round(pipeline, sharp, tmp_path):
     [
         ({"num_steps": 0}, "num_steps: expected at least 1, found 0"),
         ({"init": "zeros"}, "init: expected one of auto, last_layer, random, found 'zeros'"),
-        ({"divergence": "expected_length"}, "divergence: expected none of expected_length"),
         ({"heads": "DIR", "layer_ids": [1]}, "layer_ids: expected none with heads"),
         ({"heads": "DIR", "norm_output": True}, "norm_output: expected none with heads"),
         ({"layer_ids": [0]}, "layer_ids: expected at least 1, found 0"),

@@ -38,7 +38,7 @@ RECIPES: dict[str, tuple[Callable, Callable]] = {
     "mtp": (mtp_configured, mtp.train_heads),
 }
 STEPS = {
-    "draft": ("distil", {"divergence": "expected_length"} | QWEN),
+    "draft": ("distil", {"divergence": "lk_hybrid"} | QWEN),
     "draft, packed": ("distil", PACKED),
     "draft, cached": ("distil", {"cache": True}),
     "draft, packed and cached": ("distil", {"cache": True} | PACKED),

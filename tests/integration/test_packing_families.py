@@ -270,11 +270,10 @@ def trainer(tmp_path, tokenizer, dataset: TrainingData, divergence: str, rows: i
     return DistillTrainer(draft, target, tokenizer, config, dataset)
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "expected_length"])
-def test_the_loss_and_its_gradients_are_those_of_the_samples(tmp_path, tokenizer, divergence):
+def test_the_loss_and_its_gradients_are_those_of_the_samples(tmp_path, tokenizer):
     dataset = samples(SIZES, len(tokenizer))
     packed = pack(dataset, 40)
-    one = trainer(tmp_path, tokenizer, dataset, divergence, 4, "one")
+    one = trainer(tmp_path, tokenizer, dataset, "forward_kl", 4, "one")
     found = []
     for rows in (dataset, packed):
         loss = one.compute_loss(one.model, CompletionCollator(tokenizer)(list(rows)))

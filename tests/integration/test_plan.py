@@ -214,9 +214,9 @@ def planned(pair: Path, **options: object) -> DraftPlan:
         ("forward_kl", False),
         ("tvd", False),
         ("cross_entropy", False),
-        ("expected_length", False),
+        ("lk_hybrid", False),
         ("forward_kl", True),
-        ("expected_length", True),
+        ("lk_hybrid", True),
     ],
 )
 def test_the_loss_is_what_it_allocates(pair, name, cached):

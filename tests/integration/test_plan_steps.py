@@ -36,10 +36,10 @@ EAGLE, BLOCK = {"num_steps": 2}, {"block_size": 4, "markov_rank": 16}
 STEPS = {
     "draft, checkpointing": ("distill", CHECKPOINTING),
     "draft, autocast": ("distill", BF16),
-    "draft, coupled": ("distill", {"divergence": "expected_length"}),
+    "draft, LK": ("distill", {"divergence": "lk_hybrid"}),
     "parallel": ("distill", PARALLEL),
-    "parallel, packed, coupled": (
-        "distill", PARALLEL | {"divergence": "expected_length"} | PACKED,
+    "parallel, packed, LK": (
+        "distill", PARALLEL | {"divergence": "lk_hybrid"} | PACKED,
     ),
     "Medusa": ("medusa", {"num_heads": 3}),
     "Medusa, one head, autocast, packed": ("medusa", {"num_heads": 3, "lm_heads": "shared"} | BF16 | PACKED),

@@ -69,31 +69,16 @@ def chunked_objective(
     head: OutputHead,
     teacher: TeacherDistributions | None,
     labels_N: Tensor,
-    follows_N: Tensor | None = None,
-    weight: float = 1.0,
     sizes: ChunkSizes | None = None,
     weights_N: Tensor | None = None,
-    starts_N: Tensor | None = None,
 ) -> Tensor:
-    """Return an objective, summed over positions and times `weight`: the loss that training minimises.
+    """Return an objective, summed over positions with weights, 1 if None: the loss that training minimises.
 
     Gradients flow to `hidden_NH` and to the head, which is cut to the tokens. `teacher` is None for an objective that
-    needs no target. `follows_N`, `weights_N` and `starts_N` are those of `Objective.shortfall`.
+    needs no target.
     """
-    # Without blocks each weight is a constant, and one pass is enough. Otherwise the first computes the features of all
-    # positions, and the second takes gradients with the weights that these give.
-    args = (labels_N, hidden_NH, head, teacher, sizes)
-    if not objective.has_blocks:
-        weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
-        if weights_N is not None:
-            weights_N1 = weights_N1 * weights_N[:, None]
-        return chunked_sum(objective.features, weights_N1, *args)[0]
-    features_NK = chunked_features(objective.features, *args)
-    with torch.enable_grad():
-        total = objective.shortfall(features_NK.requires_grad_(True), follows_N, weights_N, starts_N)
-        (weights_NK,) = torch.autograd.grad(total, features_NK)
-    linear = chunked_sum(objective.features, weight * weights_NK, *args)[0]
-    return linear - linear.detach() + weight * total.detach()  # the gradients of the sum, the value of the total
+    weights_N = hidden_NH.new_ones(len(hidden_NH), dtype=torch.float32) if weights_N is None else weights_N
+    return chunked_sum(objective.features, weights_N[:, None], labels_N, hidden_NH, head, teacher, sizes)[0]
 
 
 def chunked_objectives(
@@ -103,7 +88,7 @@ def chunked_objectives(
     teacher: TeacherDistributions | None,
     sizes: ChunkSizes | None = None,
 ) -> Tensor:
-    """Return the weighted sum of an objective without blocks over several heads that learn from the same p and labels.
+    """Return the weighted sum of an objective over several heads that learn from the same p and labels.
 
     A learner is its hidden states (N, H), its head (several may share one), the positions that count, (N,) of 0 and 1,
     and the weight of its sum. `teacher` is None for an objective that needs no target.

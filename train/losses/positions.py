@@ -34,7 +34,3 @@ class LossPositions:
     def next_tokens(self, ids_BT: Tensor) -> Tensor:
         """Return the tokens to predict, (N,)."""
         return ids_BT.flatten().index_select(0, self.flat_N + 1)
-
-    def follow(self) -> Tensor:
-        """Return whether each position comes right after the one before it in its row, (N,) bool."""
-        return torch.nn.functional.pad(self.flat_N[1:] == self.flat_N[:-1] + 1, (1, 0))[: len(self)]

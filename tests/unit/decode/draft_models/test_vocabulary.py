@@ -161,42 +161,27 @@ def test_labels_outside_are_none_and_logits_are_widened_with_nothing():
     assert CUT.sizes(ChunkSizes(1200, 120)) == ChunkSizes(500, 50)
 
 
-@pytest.mark.parametrize("extra", [{}, {"expected_length": 1.0}, {"cross_entropy": 0.4}], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"cross_entropy": 0.4}], ids=str)
 def test_an_objective_is_that_of_the_distributions_over_its_tokens(extra):
     """With p and q over all tokens, but −∞ for those outside; and the same from a cache of the whole of p."""
     p, q, labels = logits(0), logits(1, 5), torch.tensor([1, 2, 5, 3, 10, 7, 7])
-    objective = Objective(TERMS | extra, draft_length=3, partial=True)
-    follows = torch.ones(7, dtype=torch.bool)
+    objective = Objective(TERMS | extra, partial=True)
     q = q.requires_grad_(True)
     places = CUT.labels(labels)
-    features = objective.features(CUT.of_distributions(p), q, places)
-    value = objective.shortfall(features, follows)
+    value = objective.features(CUT.of_distributions(p), q, places).sum()
     (gradient,) = torch.autograd.grad(value, q, retain_graph=True)
     assert value.isfinite() and gradient.isfinite().all()
 
     cached = CachedDistributions.of(p, labels, Sampler.of(1.0, 0, 1.0), k=12)
-    from_cache = objective.shortfall(objective.features(CUT.of_distributions(cached), q, places), follows)
+    from_cache = objective.features(CUT.of_distributions(cached), q, places).sum()
     assert from_cache.item() == pytest.approx(value.item(), rel=1e-5)
     torch.testing.assert_close(torch.autograd.grad(from_cache, q)[0], gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_a_text_s_token_outside_ends_the_accepted_block():
-    p, q, follows = logits(0), logits(0, 12)[:, CUT.tokens_D], torch.ones(7, dtype=torch.bool)
-    objective = Objective({"expected_length": 1.0}, draft_length=2, partial=True)
-    labels = CUT.labels(torch.tensor([1, 2, 5, 3, 10, 7, 7]))
-    features = objective.features(CUT.of_distributions(p), q, labels)
-    mass = p.softmax(-1)[:, CUT.tokens_D].sum(-1)
-    torch.testing.assert_close(features[:, 2], mass)  # q is p, renormalised: nothing else is refused
-    assert features[:, 1].exp().tolist() == pytest.approx([1, 1, 1, 0, 1, 1, 1])
-    # Of a block of two at position 3, the second is never reached.
-    second = [mass[t + 1] * (t != 3) for t in range(6)]
-    assert float(objective.shortfall(features, follows)) == pytest.approx(13 - float(mass.sum() + sum(second)))
 
 
 @pytest.mark.parametrize("sampling", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.0, 6, 0.8)], ids=str)
 @pytest.mark.parametrize("from_cache", [False, True])
 def test_acceptance_in_the_loss_is_acceptance_in_decoding(from_cache, sampling):
-    """α = Σ_v min(p, q) with all of p, of which a third at most can be drafted: in TVD, NLA, LK's λ and blocks."""
+    """α = Σ_v min(p, q) with all of p, of which a third at most can be drafted: in TVD, NLA and LK's λ."""
     p, q, tokens = logits(0), logits(1, 5), CUT.tokens_D[torch.tensor([0, 1, 2, 3, 4, 0, 1])]
     within = torch.zeros(12, dtype=torch.bool)
     within[CUT.tokens_D] = True
@@ -206,22 +191,17 @@ def test_acceptance_in_the_loss_is_acceptance_in_decoding(from_cache, sampling):
     temperature, top_k, top_p = sampling
     sampler = Sampler.of(*sampling)
     decoded = replay_features(p, CUT.widened(q), tokens, sampler)
-    a, alpha = decoded[:, 0], decoded[:, 1]
+    alpha = decoded[:, 1]
     law = p if not from_cache else CachedDistributions.of(p, tokens, sampler, k=12)
     given = CUT.of_distributions(law)
     labels = CUT.labels(tokens)
 
     def of(**terms):
-        objective = Objective(terms, temperature, top_k, top_p, draft_length=2, partial=True)
+        objective = Objective(terms, temperature, top_k, top_p, partial=True)
         assert objective.looks_outside
         return objective.features(given, q, labels)
 
     torch.testing.assert_close(of(tvd=1.0)[:, 0], 1 - alpha)
-    block = of(expected_length=1.0)
-    torch.testing.assert_close(block[:, 2], alpha)
-    written = sampler.probabilities(p, []).gather(1, tokens[:, None])[:, 0] > 0
-    assert written.sum() > 3
-    torch.testing.assert_close(block[written, 1].exp(), a[written])
     if sampling == (1.0, 0, 1.0):  # elsewhere q is not warped as p is
         assert alpha.max() < 0.34
         torch.testing.assert_close(of(nla=1.0)[:, 0], -alpha.log())

@@ -17,7 +17,7 @@ def config(training: dict | None = None, **options) -> MedusaTrainingConfig:
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 REFUSED = [
-    *(("divergence", {"divergence": terms}) for terms in ("expected_length", {"reached_tvd": 1.0, "tvd": 1.0}, "kl")),
+    ("divergence", {"divergence": "kl"}),
     *(("decay", {"decay": value}) for value in (0.0, float("nan"))),
     ("num_heads", {"num_heads": 0}),
     ("num_layers", {"num_layers": 0}),
