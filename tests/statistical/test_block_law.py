@@ -1,4 +1,4 @@
-"""The law of text that block drafters help to write, exactly (`enumeration`): a wrong q is caught, a chain is a tree.
+"""The law of text that block drafters help to write, exactly (`enumeration`): a wrong q is caught.
 
 The shapes themselves are among those of `test_enumeration`.
 """
@@ -10,26 +10,7 @@ import torch
 from specimens import DFLASH2, RECURRENT, block
 from statistical.test_enumeration import PROMPTS, ROUNDING, compute_in_double, difference, laws, llama  # noqa: F401
 
-from draftsmith.decode import Tree
 from draftsmith.medusa import BlockProposer
-
-
-class Flattened(BlockProposer):
-    """Says that guesses were drawn from flatter laws than they were."""
-
-    def propose(self, contexts, draft_lengths):
-        drafts = list(super().propose(contexts, draft_lengths))
-        for i, draft in enumerate(drafts):
-            if draft.probabilities is not None:
-                flat = draft.probabilities.sqrt()
-                drafts[i] = replace(draft, probabilities=flat / flat.sum(-1, keepdim=True))
-        return drafts
-
-
-def test_another_q_than_what_was_drawn_from_is_caught(llama, monkeypatch):  # noqa: F811
-    compute_in_double(monkeypatch, llama)
-    (law,), (wanted,), _ = laws(llama, Flattened(block(llama)), "T=0.7 top-k top-p", PROMPTS[:1], width=1)
-    assert difference(law, wanted) > 1e-4
 
 
 class Unrefined(BlockProposer):
@@ -86,11 +67,3 @@ def test_the_q_of_other_tokens_than_candidates_is_caught(llama, monkeypatch, sha
     drafted = [laws(llama, kind(drafter), "T=1", PROMPTS[:1]) for kind in (BlockProposer, Unrefined, Unlimited)]
     right, plain, unlimited = (difference(law, wanted) for (law,), (wanted,), _ in drafted)
     assert right < ROUNDING and plain > 1e-4 and unlimited > 1e-4
-
-
-def test_a_chain_is_a_tree_of_one_branch(llama, monkeypatch):  # noqa: F811
-    compute_in_double(monkeypatch, llama)
-    (law,), (wanted,), _ = laws(
-        llama, BlockProposer(block(llama), Tree.chain(2)), "T=0.7 top-k top-p", PROMPTS[:1], width=1
-    )
-    assert difference(law, wanted) < ROUNDING

@@ -146,7 +146,7 @@ HARDEST = "q at another temperature"  # p is below 4e-12 with 12,000 tokens, ove
 def test_the_test_has_power(models, monkeypatch, plant):
     """But for the hardest, mistakes are given half the tokens of a right decoder: p is then below 1e-11.
 
-    Those with siblings are in `test_medusa_law.py`.
+    Those with siblings are in `test_enumeration.py`.
     """
     law_name, proposer, patches = PLANTS[plant]
     for (module, name), mistake in patches.items():
