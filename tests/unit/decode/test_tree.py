@@ -160,16 +160,6 @@ def test_the_grown_tree_has_the_greatest_expected_length():
         assert own == pytest.approx(best_length(accuracies, nodes, earlier_siblings=False))
 
 
-def test_the_grown_tree_by_hand():
-    # Products: (0) 0.6, (0 0) 0.3, (1) 0.25, (0 1) 0.18, (1 0) 0.125
-    accuracies = [[0.6, 0.25], [0.5, 0.3]]
-    grown = [(0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1)]
-    for nodes in range(1, 7):
-        assert Tree.from_accuracies(accuracies, nodes) == Tree.from_choices(grown[:nodes])
-    assert Tree.from_accuracies([[1.0]] * 4, 3) == Tree.chain(3)
-    assert Tree.from_accuracies([[1.0], [], [1.0]], 9) == Tree.chain(1)  # nothing is known beyond depth one
-
-
 def test_no_node_of_zero_probability_is_grown():
     assert Tree.from_accuracies([[0.5, 0.0], [0.5, 0.0]], 9) == Tree.chain(2)
     assert Tree.from_accuracies([[0.5, 0.2], [0.0]], 9) == Tree.from_choices([(0,), (1,)])

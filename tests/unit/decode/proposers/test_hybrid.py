@@ -39,30 +39,8 @@ def test_the_switch_says_who_drafts(target):
         assert seen == sources
 
 
-def test_counts_are_kept_apart_by_drafter(target):
-    hybrid = HybridProposer([SuffixProposer(1), DraftModelProposer(near(target))], Switch(match=2))
-    out = speculative_generate(target, hybrid, PROMPTS, draft_length=3, max_new_tokens=24, do_sample=False)
-    assert len(out.row_sources) == 2
-    for counts, sources in zip(out.row_counts, out.row_sources, strict=True):
-        assert len(sources) == 2
-        assert sum(sources, type(counts)()) == counts
-
-
-def test_a_cache_that_was_not_asked_follows(target):
-    """What the last drafter drafts behind copies is what it drafts of that text anew: by replay, which has no cache."""
-    draft = DraftModelProposer(near(target))
-    hybrid = HybridProposer([SuffixProposer(1), draft], Switch(match=2))
-    out = speculative_generate(target, hybrid, PROMPTS, draft_length=3, max_new_tokens=40, do_sample=False)
-    assert all(counts.num_drafts for sources in out.row_sources for counts in sources)
-    replay = replay_acceptance(target, hybrid, list(out.sequences), [5, 5], [3], 0, max_new_tokens=40)
-    for text, counts in zip(replay.texts, out.row_counts, strict=True):
-        assert text.counts[3].num_drafts == counts.num_drafts
-        assert text.counts[3].num_draft_tokens == counts.num_draft_tokens
-        assert text.counts[3].num_accepted_tokens_per_pos == counts.num_accepted_tokens_per_pos
-
-
-@pytest.mark.parametrize("level", [1, 2, 3, 5, 99])
-@pytest.mark.parametrize("draft_length", [1, 2, 4])
+@pytest.mark.parametrize("level", [1, 3, 99])
+@pytest.mark.parametrize("draft_length", [1, 4])
 @pytest.mark.parametrize("last", ["draft", "medusa tree", "lookup"])
 def test_replay_counts_what_the_decoder_counts(target, level, draft_length, last):
     drafters = {

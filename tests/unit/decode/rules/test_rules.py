@@ -223,6 +223,18 @@ def test_texts_have_the_targets_law(law_of, p, q, drafts):
         assert distance_to_the_target(law_of(Exact(), p, drafts(q, tree)), p, tree.depth) < ROUNDING
 
 
+def test_acceptance_of_a_chain_is_the_overlap(law_of):
+    """P(accepted) = Σ_v min(p, q) = 1 − TV(p, q), drawn; p(x) where the draft is deterministic."""
+    for p, q in LAWS.values():
+        for drafts, expected in [
+            (drawn(q, Tree.chain(1)), torch.minimum(p[()], q[()]).sum()),
+            (most_likely(q, Tree.chain(1)), p[()][q[()].argmax()]),
+        ]:
+            emitted = law_of(Exact(), p, drafts)
+            accepted = sum(mass for (tokens, _), mass in emitted.items() if len(tokens) == 2)
+            assert accepted == pytest.approx(float(expected), abs=ROUNDING)
+
+
 def random_siblings(seed: int, count: int = 200) -> Iterator[tuple[Tree, list[int], Tensor]]:
     """Trees with distinct siblings, tokens, and logits that often agree with them."""
     generator = torch.Generator().manual_seed(seed)
