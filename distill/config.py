@@ -11,7 +11,7 @@ from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import ObjectiveConfig
 
 if TYPE_CHECKING:
-    from draftsmith.train.losses.objective import Objective
+    pass
 
 MOST = 256
 """The greatest number of tokens that a draft learns to draft in one forward."""
@@ -129,7 +129,7 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
         super().__post_init__()
         self.init.check_source(self.draft)
         require(self, SHARE, "on_policy")
-        require(self, at_least(1), "on_policy_tokens")
+        require(self, at_least(1), "draft_length", "on_policy_tokens")
         if self.prompt_loss and not self.objective.needs_target:
             raise InputError(
                 "prompt_loss: expected false with cross_entropy alone, which would learn to write prompts, found true"
@@ -148,10 +148,6 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     def stored_as(self) -> str:
         """The model whose dtype "auto" saves in: the initial draft, or the target."""
         return self.draft or self.target
-
-    def make_objective(self, **fields: Any) -> "Objective":
-        """Make the objective; its blocks have the length `draft_length`."""
-        return super().make_objective(draft_length=self.draft_length, **fields)
 
 
 @dataclass

@@ -290,12 +290,8 @@ class ObjectiveConfig(RecipeConfig):
     @cached_property
     def objective(self) -> "Objective":
         """The loss."""
-        return self.make_objective()
-
-    def make_objective(self, **fields: Any) -> "Objective":
-        """Make the loss from the settings, with further fields of `Objective`."""
         from draftsmith.train.losses.objective import Objective
 
         sampling = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         shape = {name: getattr(self, name) for name in ("beta", "alpha", "eta")}
-        return Objective(self.terms, **sampling, **shape, **fields)
+        return Objective(self.terms, **sampling, **shape)
