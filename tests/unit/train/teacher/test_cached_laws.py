@@ -13,7 +13,6 @@ from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.replay_metrics import replay_features
 
 N, V = 40, 23
-FOLLOWS = torch.tensor([i % 7 != 0 for i in range(N)])
 LAWS = {"full": {}, "warm": {"temperature": 0.7}, "cut": {"temperature": 0.8, "top_k": 9, "top_p": 0.9}}
 # The reverse KL is infinite where p is cut, and refused.
 PAIRS = [(name, sampler) for name in NAMES for sampler in LAWS if (name, sampler) != ("reverse_kl", "cut")]
