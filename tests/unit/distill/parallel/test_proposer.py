@@ -62,7 +62,7 @@ def eager(draft, text, count, mask=MASK):
 class Watched(ParallelDraftProposer):
     """Holds every draft against a plain forward of its text."""
 
-    seen = 0
+    seen, sampler = 0, Sampler.of(1.0)
 
     def propose(self, contexts, draft_lengths):
         drafts = super().propose(contexts, draft_lengths)
@@ -72,16 +72,16 @@ class Watched(ParallelDraftProposer):
             if not depth:
                 continue
             logits = eager(self.draft_model, context, depth)
-            q = draft.probabilities
-            if draft.tree.is_chain and q is not None:
-                torch.testing.assert_close(q, logits.softmax(-1), atol=1e-5, rtol=1e-4)
-            elif draft.siblings is None:
-                for children, at in zip(draft.tree.children, (0, *draft.tree.depths), strict=True):
-                    best = logits[at].topk(len(children)).indices.tolist() if children else []
-                    assert draft.tokens[list(children)].tolist() == best
+            if draft.tree.is_chain and draft.probabilities is not None:
+                q = [self.sampler.probabilities(logits[[at]], [torch.cat([context, draft.tokens[:at]])])
+                     for at in range(depth)]  # fmt: skip
+                torch.testing.assert_close(draft.probabilities, torch.cat(q), atol=1e-5, rtol=1e-4)
             else:
                 for parent, at in enumerate((0, *draft.tree.depths)):
-                    if draft.tree.children[parent]:
+                    children = list(draft.tree.children[parent])
+                    if children and draft.siblings is None:
+                        assert torch.equal(draft.tokens[children], logits[at].topk(len(children)).indices)
+                    elif children:
                         index = draft.siblings.distribution[parent]
                         q = torch.zeros(VOCAB).scatter(0, draft.siblings.support[index], draft.siblings.q[index])
                         torch.testing.assert_close(q, logits[at].softmax(-1), atol=1e-5, rtol=1e-4)
@@ -89,14 +89,10 @@ class Watched(ParallelDraftProposer):
         return drafts
 
 
-def batch(lengths, seed=3):
+def batch(*lengths):
     """Left-padded prompts and their mask."""
-    longest = max(lengths)
-    ids, mask = torch.zeros(len(lengths), longest, dtype=torch.long), torch.zeros(len(lengths), longest).long()
-    for row, n in enumerate(lengths):
-        generator = torch.Generator().manual_seed(seed + row)
-        ids[row, longest - n :], mask[row, longest - n :] = torch.randint(0, VOCAB, (n,), generator=generator), 1
-    return ids, mask
+    mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    return torch.randint(0, VOCAB, mask.shape, generator=torch.Generator().manual_seed(3)) * mask, mask
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -105,106 +101,49 @@ def batch(lengths, seed=3):
 def test_drafts_are_those_of_a_plain_forward(small, name, tree, do_sample):
     """Rows of one token and of many accept from none to all, and end at different lengths."""
     for lengths, eos in (([5], None), ([1, 9, 4], None), ([1, 9, 4], 2)):
-        ids, mask = batch(lengths)
         proposer = Watched(DRAFTS[name](), tree)
         options = {"max_new_tokens": 20, "do_sample": do_sample, "top_k": 0, "eos_token_id": eos}
-        speculative_generate(small, proposer, ids, mask, draft_length=4, **options)
+        speculative_generate(small, proposer, *batch(*lengths), draft_length=4, **options)
         assert proposer.seen > 3 or eos
 
 
 def test_rounds_without_a_draft_leave_the_cache_right(small):
-    ids, mask = batch([1, 6])
     proposer = wavering(Watched(llama_draft()), [0, 0, 5, 0, 1, 6, 3])
-    speculative_generate(small, proposer, ids, mask, draft_length=6, max_new_tokens=40, do_sample=False)
+    speculative_generate(small, proposer, *batch(1, 6), draft_length=6, max_new_tokens=40, do_sample=False)
     assert proposer.seen > 8
 
 
 def test_a_draft_drafts_its_own_length_if_none_is_given(small):
     proposer = Watched(llama_draft())
-    out = speculative_generate(small, proposer, *batch([3]), draft_length=None, max_new_tokens=30)
+    out = speculative_generate(small, proposer, *batch(3), draft_length=None, max_new_tokens=30)
     assert len(out.counts.num_draft_tokens_per_pos) == LONGEST
 
 
 def test_chains_at_once_are_those_drafted_in_turn(small):
     """The slow reference: a tree of width one, a depth at a time."""
-    ids, mask = batch([4, 7])
     options = {"draft_length": 5, "max_new_tokens": 24, "do_sample": True, "seed": 9, "temperature": 0.8}
-    fast = speculative_generate(small, ParallelDraftProposer(llama_draft()), ids, mask, **options)
-    slow = speculative_generate(small, ParallelDraftProposer(llama_draft(), Tree.chain(5)), ids, mask, **options)
-    assert torch.equal(fast.sequences, slow.sequences)
-    assert fast.counts == slow.counts
+    trees = (None, Tree.chain(5))
+    fast, slow = (
+        speculative_generate(small, ParallelDraftProposer(llama_draft(), tree), *batch(4, 7), **options)
+        for tree in trees
+    )
+    assert torch.equal(fast.sequences, slow.sequences) and fast.counts == slow.counts
 
 
 def test_processors_see_the_tokens_drafted_before(small):
     """q of the second token is warped as if the first stood."""
-    ids, _ = batch([5])
-    drafts = []
-
-    class Told(ParallelDraftProposer):
-        def propose(self, contexts, draft_lengths):
-            drafts.append((contexts[0], *super().propose(contexts, draft_lengths)))
-            return [drafts[-1][1]]
-
-    draft = llama_draft()
-    speculative_generate(
-        small, Told(draft), ids, draft_length=3, max_new_tokens=10, do_sample=True, top_k=0, repetition_penalty=1.7
-    )
-    sampler = Sampler.of(1.0, repetition_penalty=1.7)
-    for context, proposal in drafts:
-        for at, logits in enumerate(eager(draft, context, max(1, len(proposal.tokens)))[: len(proposal.tokens)]):
-            seen = torch.cat([context, proposal.tokens[:at]])
-            torch.testing.assert_close(proposal.probabilities[at][None], sampler.probabilities(logits[None], [seen]))
+    proposer = Watched(llama_draft())
+    proposer.sampler = Sampler.of(1.0, repetition_penalty=1.7)
+    options = {"max_new_tokens": 10, "do_sample": True, "top_k": 0, "repetition_penalty": 1.7}
+    speculative_generate(small, proposer, *batch(5), draft_length=3, **options)
+    assert proposer.seen > 1
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_replay_is_every_starts_plain_forward(small, monkeypatch, name, temperature):
-    """In chunks, too: acceptance of every start and offset."""
+def test_replay_of_chains_has_every_start_and_offset(small, monkeypatch, name):
+    """a of offset j from start s is min(1, q_j/p), by a plain forward of each start, and in chunks too."""
     monkeypatch.setattr("draftsmith.distill.parallel.replay.DRAFTS_AT_A_TIME", 13)
-    ids, _ = batch([4])
-    draft = DRAFTS[name]()
-    kwargs = {"max_new_tokens": 20, "do_sample": temperature > 0, "top_k": 0}
-    text = speculative_generate(small, ParallelDraftProposer(draft), ids, draft_length=2, **kwargs).sequences[0]
-    with torch.no_grad():
-        p_NV = small(text[None]).logits[0, 3:-1].softmax(-1)
-    replay = replay_acceptance(small, ParallelDraftProposer(draft), [text], [4], range(1, 5), temperature)
-    rounds = replay.texts[0]
-    for start in range(20):
-        logits = eager(draft, text[: 4 + start], 1)[0]
-        token = int(text[4 + start])
-        if start == 19:  # the last token is always the target's
-            wanted = 0.0
-        elif temperature:
-            wanted = min(1.0, float(logits.softmax(-1)[token] / p_NV[start, token]))
-        else:
-            wanted = float(logits.argmax() == token)
-        assert rounds.acceptance[start] == pytest.approx(wanted, abs=1e-5)
-
-
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", DRAFTS)
-def test_replay_counts_what_the_decoder_counts(small, name, tree):
-    """At T=0, integer for integer, for texts that end by themselves and by the limit."""
-    proposer = ParallelDraftProposer(DRAFTS[name](), tree)
-    for seed, eos in ((3, None), (5, 2)):
-        ids, mask = batch([6, 2], seed)
-        for k in (1, 3, 4):
-            out = speculative_generate(
-                small, proposer, ids, mask, draft_length=k, max_new_tokens=16, do_sample=False, eos_token_id=eos
-            )
-            for row, length in enumerate((6, 2)):
-                counts = out.row_counts[row]
-                text = out.sequences[row, 6 - length :][: length + counts.num_emitted_tokens]
-                replay = replay_acceptance(small, proposer, [text], [length], [k], 0.0, max_new_tokens=16)
-                told = replay.texts[0].counts[k]
-                assert told.num_drafts == counts.num_drafts
-                assert tuple(told.num_accepted_tokens_per_pos) == tuple(counts.num_accepted_tokens_per_pos)
-                assert tuple(told.num_draft_tokens_per_pos) == tuple(counts.num_draft_tokens_per_pos)
-
-
-def test_replay_of_chains_under_sampling_has_every_offset(small):
-    """a of offset j from start s is min(1, q_j/p), by a plain forward of each start."""
-    draft, ids = llama_draft(), batch([4])[0]
+    draft, (ids, _) = DRAFTS[name](), batch(4)
     text = speculative_generate(
         small, ParallelDraftProposer(draft), ids, draft_length=2, max_new_tokens=12, do_sample=True, top_k=0
     ).sequences[0]
@@ -215,8 +154,7 @@ def test_replay_of_chains_under_sampling_has_every_offset(small):
     )
     for start in range(12):
         q_KV = eager(draft, text[: 4 + start], 5).softmax(-1)
-        for j in range(5):
-            at = start + j
+        for j, at in enumerate(range(start, start + 5)):  # the last token is always the target's
             wanted = 0.0 if at >= 11 else min(1.0, float(q_KV[j, text[4 + at]] / p_NV[at, text[4 + at]]))
             assert float(a_NK[start, j]) == pytest.approx(wanted, abs=1e-5)
 
@@ -224,7 +162,7 @@ def test_replay_of_chains_under_sampling_has_every_offset(small):
 @pytest.mark.parametrize("greedy", [False, True])
 def test_a_tree_that_is_a_chain_replays_as_that_chain_under_sampling(small, greedy):
     """However long a draft is asked for; wider trees are refused."""
-    draft, ids = llama_draft(), batch([4])[0]
+    draft, (ids, _) = llama_draft(), batch(4)
     options = {"draft_length": 4, "max_new_tokens": 12, "do_sample": True, "top_k": 0}
     text = speculative_generate(small, ParallelDraftProposer(draft, Tree.chain(2)), ids, **options).sequences[0]
     chain = replay_acceptance(small, ParallelDraftProposer(draft, greedy=greedy), [text], [4], [2], 1.0)
@@ -255,12 +193,20 @@ def test_the_tree_of_a_config_is_checked(small):
             tree_of(config)
 
 
-def test_what_cannot_be_is_refused(small):
+@pytest.mark.parametrize(
+    ("length", "tree", "words"),
+    [
+        (0, None, "parallel_length of at least 1 in the config, found 0"),
+        (3, TREE, "tree: expected a depth of at most the draft's parallel_length 3, found 4"),
+    ],
+)
+def test_what_cannot_be_is_refused(length, tree, words):
+    with pytest.raises(InputError, match=words):
+        ParallelDraftProposer(as_parallel(tiny_llama(1, VOCAB, layers=1), length), tree)
+
+
+def test_drafts_are_trained_and_no_longer_than_that(small):
     with pytest.raises(InputError, match="parallel draft: expected pard_token in the config"):
         ParallelDraftProposer(tiny_llama(1, VOCAB, layers=1))
-    with pytest.raises(InputError, match="parallel_length of at least 1 in the config, found 0"):
-        ParallelDraftProposer(as_parallel(tiny_llama(1, VOCAB, layers=1), 0))
-    with pytest.raises(InputError, match="tree: expected a depth of at most the draft's parallel_length 3, found 4"):
-        ParallelDraftProposer(as_parallel(tiny_llama(1, VOCAB, layers=1), 3), TREE)
     with pytest.raises(InputError, match="draft_length: expected at most the 6 tokens that the draft was trained"):
-        speculative_generate(small, ParallelDraftProposer(llama_draft()), batch([3])[0], draft_length=7)
+        speculative_generate(small, ParallelDraftProposer(llama_draft()), batch(3)[0], draft_length=7)
