@@ -301,10 +301,11 @@ def directories(pipeline, tokenizer, tmp_path_factory) -> dict[str, Reader]:
     features = {"features": True, "layer_ids": [1, 2], "feature_dtype": "float32"}
     make_cache(CacheConfig(str(pipeline / "target"), output=str(root / "features"), **made, **features))
     recipe = RecipeConfig(target=str(pipeline / "target"), completions=[str(completions)])
-    (mapped,) = map_completions(str(completions))
+    mapped = map_completions(str(completions))
     copy = Path(shutil.copy(mapped, root / "mapped.arrow"))
-    whole = Texts({"": [mapped]})
-    row = {"texts": [int(whole.column("text")[0])], "labels": whole.read(0)[1].tolist(), "position_ids": [0]}
+    whole = Texts({"": mapped})
+    ids, labels = (part.tolist() for part in whole.read(0))
+    row = {"texts": [int(whole.column("text")[0])], "input_ids": ids, "labels": labels, "position_ids": [0]}
     width = torch.zeros(1, len(row["labels"]), dtype=torch.long)
 
     def batch(rows: Any) -> dict[str, Any]:
@@ -317,7 +318,7 @@ def directories(pipeline, tokenizer, tmp_path_factory) -> dict[str, Reader]:
         return CachedCollator(batch, find_features([str(root / "features")], recipe, 300).of_layers([1, 2]))([row])
 
     def texts(path: Path) -> Any:
-        found = Texts({"": [path]})
+        found = Texts({"": path})
         return [found.read(sample) for sample in range(len(found))], found.ids(range(len(found)))
 
     def shard(directory: Path) -> Path:

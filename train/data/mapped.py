@@ -1,9 +1,8 @@
 """Completions mapped from disk: read, checked and masked once, for all processes and later runs.
 
-`.mapped`, in a directory of completions, holds an Arrow file per thousand shards. Its name has a digest of the shards'
-names, sizes and times, so that only changed shards are read again. Each file is written under another name and then
-renamed, so that a killed run resumes with the missing ones. A run's options (length, packing, weights, held-out share)
-only choose among the samples; they do not change the files.
+`.mapped`, in a directory of completions, holds an Arrow file. Its name is a digest of the shards' names, sizes and
+times, so that changed shards are read again. It is written under another name and then renamed. A run's options
+(length, packing, weights, held-out share) only choose among the samples; they do not change the file.
 """
 
 import fcntl
@@ -27,9 +26,9 @@ from draftsmith.decode.progress import Phase, phase
 from draftsmith.train.data.shards import completion_files, read_completions
 from draftsmith.train.losses.positions import IGNORED
 
-VERSION = 1  # of the files below; another number makes all runs write them again
+VERSION = 2  # of the files below; another number makes all runs write them again
 DIRECTORY = ".mapped"
-SHARDS_A_FILE, SHARDS_A_BATCH = 1024, 64
+SHARDS_A_BATCH = 64
 SAMPLES = pa.schema(
     [
         ("id", pa.string()),
@@ -45,24 +44,22 @@ SAMPLES = pa.schema(
 logger = logging.get_logger(__name__)
 
 
-def map_completions(path: str, output: Path | None = None) -> list[Path]:
-    """Return the files that a directory's samples are mapped from, and write the missing ones.
+def map_completions(path: str, output: Path | None = None) -> Path:
+    """Return the file that a directory's samples are mapped from, which is written if it is missing.
 
-    They are in `path`, or in `output` if `path` is read-only; an InputError says if both are. One process writes while
-    the others wait at a lock. On a file system without locks several may write the same files, which costs only time.
+    It is in `path`, or in `output` if `path` is read-only; an InputError says if both are. One process writes while the
+    others wait at a lock. On a file system without locks several may write the same file, which costs only time.
     """
     shards = completion_files(path)
-    groups = [shards[at : at + SHARDS_A_FILE] for at in range(0, len(shards), SHARDS_A_FILE)]
-    names = [f"{number:05d}-{_identity(group)}.arrow" for number, group in enumerate(groups)]
+    name = f"{_identity(shards)}.arrow"
     places = [Path(path) / DIRECTORY]
     if output is not None:
         places.append(output / DIRECTORY / hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16])
     refused: OSError | None = None
-    for place in sorted(places, key=lambda place: not all((place / name).is_file() for name in names)):
-        files = [place / name for name in names]
+    for place in sorted(places, key=lambda place: not (place / name).is_file()):
         try:
-            _write_missing(dict(zip(files, groups, strict=True)), place)
-            return files
+            _write_missing(place / name, shards)
+            return place / name
         except OSError as error:
             refused = error
     raise InputError(
@@ -76,21 +73,21 @@ def _identity(shards: Sequence[Path]) -> str:
     return hashlib.sha256(repr((VERSION, stats)).encode()).hexdigest()[:16]
 
 
-def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> None:
-    if all(file.is_file() for file in files):
+def _write_missing(file: Path, shards: Sequence[Path]) -> None:
+    if file.is_file():
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    with _lock(directory) as alone, ThreadPoolExecutor() as pool:
-        missing = {file: shards for file, shards in files.items() if not file.is_file()}
-        for leftover in directory.glob(f".*.{socket.gethostname()}-*.partial") if alone else ():
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(file.parent) as alone, ThreadPoolExecutor() as pool:
+        if file.is_file():
+            return
+        for leftover in file.parent.glob(f".*.{socket.gethostname()}-*.partial") if alone else ():
             leftover.unlink()  # only this machine's: on other machines a writer may not see the lock
-        with phase(f"reading {directory.parent}", sum(map(len, missing.values())), "shards") as bar:
-            for file, shards in missing.items():
-                parts = [shards[at : at + SHARDS_A_BATCH] for at in range(0, len(shards), SHARDS_A_BATCH)]
-                _write(file, pool.map(_samples, parts), bar)
-                for former in directory.glob(f"{file.name[:5]}-*"):
-                    if former != file:
-                        former.unlink()
+        with phase(f"reading {file.parent.parent}", len(shards), "shards") as bar:
+            parts = [shards[at : at + SHARDS_A_BATCH] for at in range(0, len(shards), SHARDS_A_BATCH)]
+            _write(file, pool.map(_samples, parts), bar)
+        for former in file.parent.glob("*.arrow"):
+            if former != file:
+                former.unlink()
 
 
 @contextmanager
@@ -178,21 +175,20 @@ class Texts:
     A pickled copy maps the files again. Damaged or missing files raise an InputError.
     """
 
-    def __init__(self, files: Mapping[str, Sequence[Path]]):
+    def __init__(self, files: Mapping[str, Path]):
         self.files = files
         batches, counts = list[pa.RecordBatch](), []
-        for path in files:
+        for file in files.values():
             before = len(batches)
-            for file in files[path]:
-                try:
-                    reader = pa.ipc.open_file(pa.memory_map(str(file)))
-                    batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
-                    if reader.schema != SAMPLES:
-                        raise pa.ArrowInvalid("other columns")
-                    for batch in batches[before:]:
-                        batch.validate(full=True)  # also the offsets: a wrong one would be read without a check
-                except (OSError, pa.ArrowException) as error:
-                    raise InputError(f"{file}: expected mapped samples, found no whole file; remove it") from error
+            try:
+                reader = pa.ipc.open_file(pa.memory_map(str(file)))
+                batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                if reader.schema != SAMPLES:
+                    raise pa.ArrowInvalid("other columns")
+                for batch in batches[before:]:
+                    batch.validate(full=True)  # also the offsets: a wrong one would be read without a check
+            except (OSError, pa.ArrowException) as error:
+                raise InputError(f"{file}: expected mapped samples, found no whole file; remove it") from error
             counts.append(sum(len(batch) for batch in batches[before:]))
         self.table = pa.Table.from_batches(batches, SAMPLES)
         self.sources = list(files)
@@ -244,7 +240,7 @@ class Texts:
         row = sample - self._batch_starts[at]
         own, edges = tokens[offsets[row] : offsets[row + 1]], spans[borders[row] : borders[row + 1]]
         if _hash(own, edges) != self._texts[at][row]:
-            name = next(file for files in self.files.values() for file in files)
+            name = next(iter(self.files.values()))
             raise InputError(
                 f"{name.parent}: expected mapped samples as they were written, found a damaged file; remove {DIRECTORY}"
             )

@@ -81,46 +81,20 @@ def test_it_is_written_once_whatever_a_run_chooses(tmp_path, monkeypatch):
     assert content(path) == before
 
 
-def test_only_what_changed_is_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped, "SHARDS_A_FILE", 2)
-    rows, other, real, read = drawn(10), drawn(2, 1, "t"), mapped.read_completions, list[str]()
-    path = write_completions(tmp_path / "c", *(rows[at : at + 2] for at in range(0, 10, 2)))
+def test_what_changed_is_read_again_and_what_a_kill_left_is_removed(tmp_path):
+    rows, other = drawn(6), drawn(2, 1, "t")
+    path = write_completions(tmp_path / "c", rows[:2], rows[2:4], rows[4:])
     training_examples([path])
     before = content(path)
-    monkeypatch.setattr(mapped, "read_completions", lambda file: read.append(file.name) or real(file))
+    (whole,) = before
+    (tmp_path / "c" / ".mapped" / f".{whole}.{socket.gethostname()}-1.partial").write_bytes(b"half")
     shutil.copy(
-        Path(write_completions(tmp_path / "d", other)) / "shard-00000.parquet", tmp_path / "c/shard-00002.parquet"
+        Path(write_completions(tmp_path / "d", other)) / "shard-00000.parquet", tmp_path / "c/shard-00001.parquet"
     )
     found = [row["id"] for row in training_examples([path])]
-    assert found == [row["id"] for row in [*rows[:4], *other, *rows[6:]]]
-    assert sorted(read) == ["shard-00002.parquet", "shard-00003.parquet"]
-    kept = content(path)
-    assert len(kept) == 3 and len(kept.keys() & before.keys()) == 2  # what was of the former shards is gone
-
-
-class Killed(Exception):
-    pass
-
-
-def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped, "SHARDS_A_FILE", 1)
-    rows, real, read = drawn(6), mapped.read_completions, list[str]()
-    path = write_completions(tmp_path / "c", rows[:2], rows[2:4], rows[4:])
-
-    def dies(file):
-        read.append(file.name)
-        if len(read) == 2:
-            raise Killed
-        return real(file)
-
-    monkeypatch.setattr(mapped, "read_completions", dies)
-    with pytest.raises(Killed):
-        map_completions(path)
-    (whole,) = content(path)
-    (tmp_path / "c" / ".mapped" / f".{whole}.{socket.gethostname()}-1.partial").write_bytes(b"half")
-    assert [row["id"] for row in training_examples([path])] == [row["id"] for row in rows]
-    assert read == [f"shard-0000{shard}.parquet" for shard in (0, 1, 1, 2)]
-    assert sorted(p.suffix for p in (tmp_path / "c" / ".mapped").iterdir()) == ["", ".arrow", ".arrow", ".arrow"]
+    assert found == [row["id"] for row in [*rows[:2], *other, *rows[4:]]]
+    assert content(path).keys().isdisjoint(before)
+    assert sorted(p.suffix for p in (tmp_path / "c" / ".mapped").iterdir()) == ["", ".arrow"]
 
 
 def test_one_process_writes_and_the_others_wait(tmp_path):
@@ -129,7 +103,7 @@ def test_one_process_writes_and_the_others_wait(tmp_path):
     found: list[Path] = []
     with (tmp_path / "c" / ".mapped" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=lambda: found.extend(map_completions(path)))
+        waiting = threading.Thread(target=lambda: found.append(map_completions(path)))
         waiting.start()
         time.sleep(0.2)
         assert waiting.is_alive() and not content(path)
@@ -145,18 +119,18 @@ def test_a_directory_that_cannot_be_written_is_mapped_elsewhere(tmp_path):
     ):
         training_examples([path])
     data = training_examples([path], output=tmp_path / "out")
-    assert len(data) == 4 and (tmp_path / "out") in data.texts.files[path][0].parents
+    assert len(data) == 4 and (tmp_path / "out") in data.texts.files[path].parents
 
 
 def test_a_damaged_file_is_named(tmp_path):
     path = write_completions(tmp_path / "c", drawn(4))
-    (file,) = map_completions(path)
+    file = map_completions(path)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(InputError, match=rf"^{file}: expected mapped samples, found no whole file; remove it$"):
         training_examples([path])
     file.unlink()
     with pytest.raises(InputError, match=rf"^{file}: expected mapped samples, found no whole file; remove it$"):
-        Texts({path: [file]})
+        Texts({path: file})
     assert len(training_examples([path])) == 4
 
 
