@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import check_rollback
@@ -79,11 +77,3 @@ def read_tokens(
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(target, trust_remote_code=config.trust_remote_code)
     return tokenizer, *encode_prompts(prompts, tokenizer, size, config.invalid_prompts, **config.encoding)
-
-
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return prompts as one batch padded on the left, and its attention mask: (B, T) int64 each."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return ids, (torch.arange(width, device=device) >= width - lengths[:, None]).long()

@@ -15,8 +15,9 @@ from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profil
 from draftsmith.decode.progress import track
 from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.kinds import drafter_specs, kind_named
-from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
+from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.cli import parse_config
+from draftsmith.train.data.decoding import left_padded
 from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device
 from draftsmith.train.provenance import environment, write_json

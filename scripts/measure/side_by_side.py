@@ -11,7 +11,7 @@ from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import track
 from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
 from draftsmith.scripts.measure.unfinished import Unfinished
-from draftsmith.scripts.pair import left_padded
+from draftsmith.train.data.decoding import left_padded
 from draftsmith.train.models import default_device
 
 

@@ -18,7 +18,7 @@ from draftsmith.decode.progress import phase, track
 from draftsmith.decode.repetition import count_repeated_ngrams
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
+from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.scripts.tune.config import LoadConfig, SwitchConfig, TuneConfig, tune_config
 from draftsmith.scripts.tune.load import main as load_main
 from draftsmith.scripts.tune.switch import main as switch_main
@@ -36,6 +36,7 @@ from draftsmith.scripts.tune.tradeoff import (
     print_tradeoff,
 )
 from draftsmith.train.cli import parse_config
+from draftsmith.train.data.decoding import left_padded
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json

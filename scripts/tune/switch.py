@@ -23,11 +23,12 @@ from draftsmith.decode.measurement.replay import Replay, replay_drafters
 from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.progress import track
 from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import left_padded, read_tokens
+from draftsmith.scripts.pair import read_tokens
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.scripts.tune.config import SwitchConfig
 from draftsmith.train.cli import parse_config
+from draftsmith.train.data.decoding import left_padded
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Drafter, Pair

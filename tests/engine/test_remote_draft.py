@@ -15,8 +15,8 @@ from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import pooled, vllm_counts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cli
-from draftsmith.scripts.pair import left_padded
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.data.decoding import left_padded
 from draftsmith.train.endpoint.client import Client
 from draftsmith.train.models import load_model, load_tokenizer
 

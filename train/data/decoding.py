@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import autoregressive_generate
@@ -53,7 +54,7 @@ def complete(
                 if observer is not None:
                     observer(at + row, ids, True)
     else:
-        input_ids, attention_mask = _left_padded(prompt_ids, generation, device)
+        input_ids, attention_mask = left_padded(prompt_ids, device, generation.pad_token_id)
         output = autoregressive_generate(
             model,
             input_ids,
@@ -104,7 +105,7 @@ def by_library(
     synced: bool = False,
 ) -> list[list[int]]:
     """Complete prompts by the library's `generate`, which runs until the longest text has ended."""
-    input_ids, attention_mask = _left_padded(prompt_ids, generation, device)
+    input_ids, attention_mask = left_padded(prompt_ids, device, generation.pad_token_id)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences: Any = model.generate(  # type: ignore[operator]
@@ -115,13 +116,11 @@ def by_library(
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
 
-def _left_padded(
-    prompt_ids: Sequence[list[int]], generation: GenerationConfig, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts in one tensor, and its mask, both (B, T)."""
-    width, pad = max(map(len, prompt_ids)), generation.pad_token_id
-    padding = [width - len(ids) for ids in prompt_ids]
-    input_ids = torch.tensor([[pad] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)])
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Return prompts in one tensor, padded on the left, and its mask, both (B, T)."""
+    width = max(map(len, prompts))
+    padding = [width - len(ids) for ids in prompts]
+    input_ids = torch.tensor([[pad] * n + list(ids) for n, ids in zip(padding, prompts, strict=True)])
     attention_mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long()
     return input_ids.to(device), attention_mask.to(device)
 
