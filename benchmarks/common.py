@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: options, a pair and its prompts, calls timed in turns, results."""
+"""Shared by all benchmarks: options and results."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.train.cli import parse_config, run
@@ -19,8 +18,6 @@ from draftsmith.train.provenance import environment, write_json
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 MAX_PROMPT_TOKENS = 48
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -112,13 +109,3 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
     else:
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return {name.replace("_", " "): text}
-
-
-def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple[float, T]]:
-    """Time each call once, the first one another each turn; return the seconds and the result of each.
-
-    A call that compiles is made again, so the calls must do the same each time.
-    """
-    names = list(calls)
-    first = turn % len(names)
-    return {name: timed_warm(calls[name]) for name in names[first:] + names[:first]}

@@ -1,8 +1,8 @@
 """`python -m benchmarks.floor`: compiled decoding against its matrix products alone.
 
 No decoder of a model is faster than its products. For plain decoding and for each drafter it reports a round's time,
-what of it passes inside the compiled calls, and what the products of its forwards take alone: as programs compute them,
-and as the library does with the weights as they are stored. Median of several decoded texts.
+what of it passes inside the compiled calls, and what the products of its forwards take alone, as programs compute them.
+Median of several decoded texts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -56,12 +55,10 @@ class BenchFloorConfig(BenchmarkConfig):
     max_new_tokens: int = 96
     repeats: int = 7
     """Texts decoded by each method, in turns."""
-    block: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    """Tokens of the blocks whose products alone are timed, of the target."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "draft_length", "max_new_tokens", "repeats", "block")
+        require(self, at_least(1), "draft_length", "max_new_tokens", "repeats")
 
 
 class ProductsForward(Forward):
@@ -148,38 +145,24 @@ class Products:
             self._models[0](torch.zeros(1, tokens, dtype=torch.long))
         return made
 
-    def seconds(self, made: Sequence[Product], as_stored: bool = False, repeats: int = 50) -> float:
-        """Return the seconds of products, the median of `repeats`.
-
-        With `as_stored` the library multiplies by the weights as the model has them; else a program computes them.
-        """
-        return sum(self._part_seconds(part, as_stored, repeats) for part in _parts(made))
+    def seconds(self, made: Sequence[Product]) -> float:
+        """Return the seconds of products, the least of `REPEATS`."""
+        return sum(self._part_seconds(part) for part in _parts(made))
 
     @torch.inference_mode()
-    def _part_seconds(self, part: Sequence[Product], as_stored: bool, repeats: int) -> float:
+    def _part_seconds(self, part: Sequence[Product]) -> float:
         model, of_model = self._models[part[0].model], self._groups[part[0].model]
-        weights = [[layer.get_parameter("weight") for layer in of_model[product.group].layers] for product in part]
-        shapes = [(product.rows, weight[0].shape[1]) for product, weight in zip(part, weights, strict=True)]
+        firsts = [of_model[product.group].layers[0].get_parameter("weight") for product in part]
+        shapes = [(product.rows, weight.shape[1]) for product, weight in zip(part, firsts, strict=True)]
         # Drafters often read several tokens and compute the logits of one: no other program for that.
         inputs_of = [(shape, index == len(part) - 1) for index, shape in enumerate(shapes)]
         rows = {given: torch.randn(given[0], dtype=model.dtype) for given in inputs_of}
-        if as_stored:
-
-            def multiply() -> object:
-                pairs = zip(inputs_of, weights, strict=True)
-                return [linear(rows[given], weight) for given, layers in pairs for weight in layers]
-
-        else:
-            order = list(rows)
-            names = [of_model[product.group].path for product in part]
-            layers = [(name, order.index(given)) for name, given in zip(names, inputs_of, strict=True)]
-            inputs = [list(rows.values())]
-            program = Programs.of(model).get(ProductsForward(model, layers), inputs)
-
-            def multiply() -> object:
-                return program(*inputs)
-
-        return least_seconds({"": multiply}, repeats)[""]
+        order = list(rows)
+        names = [of_model[product.group].path for product in part]
+        layers = [(name, order.index(given)) for name, given in zip(names, inputs_of, strict=True)]
+        inputs = [list(rows.values())]
+        program = Programs.of(model).get(ProductsForward(model, layers), inputs)
+        return least_seconds({"": lambda: program(*inputs)}, REPEATS)[""]
 
 
 def _parts(made: Sequence[Product]) -> list[tuple[Product, ...]]:
@@ -205,10 +188,6 @@ def bench(config: BenchFloorConfig) -> dict[str, Any]:
     target, ids = pair.target, prompts(tokenizer.encode(TEXT), 1)
     models = [target, *(drafter.model for drafter in pair.drafters if drafter.model is not None)]
     products = Products(models)
-    of_blocks = {
-        layout: {k: 1e3 * products.seconds(products.block(k), layout == "as stored") for k in config.block}
-        for layout in ("as stored", "as compiled")
-    }
     rounds = {}
     for temperature in config.temperature:
         options = options_at(temperature, config.max_new_tokens)
@@ -216,21 +195,17 @@ def bench(config: BenchFloorConfig) -> dict[str, Any]:
             name: mode(map(tuple, products.rounds(eager)))
             for name, eager in methods(target, pair.drafters, ids, options).items()
         }
-        alone: dict[tuple[str, bool], list[float]] = {(name, stored): [] for name in made for stored in (False, True)}
+        alone: dict[str, list[float]] = {name: [] for name in made}
 
         def time_products(name: str, made: dict[str, Any] = made, alone: Any = alone) -> None:
-            for stored in (False, True):
-                alone[name, stored].append(1e3 * products.seconds(made[name], stored, REPEATS))
+            alone[name].append(1e3 * products.seconds(made[name]))
 
         compiled = methods(target, pair.drafters, ids, options | {"compiled": True})
         for name, figures in timed_rounds(compiled, config.repeats, time_products).items():
-            floor, as_stored = median(alone[name, False]), median(alone[name, True])
-            rounds[f"{name}, T = {temperature:g}"] = figures | {
-                "products_ms": floor,
-                "over_products": figures["round_ms"] / floor,
-                "over_products_as_stored": figures["round_ms"] / as_stored,
-            }
-    return {"environment": environment(torch.device("cpu"), config.dtype), "products_ms": of_blocks, "rounds": rounds}
+            floor = median(alone[name])
+            over = {"products_ms": floor, "over_products": figures["round_ms"] / floor}
+            rounds[f"{name}, T = {temperature:g}"] = figures | over
+    return {"environment": environment(torch.device("cpu"), config.dtype), "rounds": rounds}
 
 
 if __name__ == "__main__":

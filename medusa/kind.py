@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.kind import ModelKind
 
 if TYPE_CHECKING:
@@ -81,11 +81,6 @@ class HeadsKind(ModelKind):
 
 class FeatureKind(HeadsKind):
     """Heads on features of the target, whose layers have a cache."""
-
-    def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return the keys and values of the layers."""
-        heads: Any = drafter.model
-        return heads.cached_numbers  # type: ignore[no-any-return]
 
     def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
         """Return how a run begins, and findings such as an unusual learning rate."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import InputError, at_least, at_most, require, require_some
+from draftsmith.decode.errors import InputError, at_least, at_most, finite, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.kinds import NONE, Drafters, aliases, drafter_texts, only_drafter
 from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.kinds.export import ExportOptions
-from draftsmith.train.options import DRAFT_LENGTH, TREE_NODES, ModelOptions, PromptedTarget, TemplateOptions
+from draftsmith.train.options import DRAFT_LENGTH, THREADS, TREE_NODES, ModelOptions, TemplateOptions
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -60,9 +60,13 @@ class GenerateConfig(Sampling, TemplateOptions):
 
 
 @dataclass
-class ProfileConfig(Sampling, PromptedTarget):
+class ProfileConfig(ModelOptions):
     """Profile the rounds of one drafter with a target: the shares of drafting, verifying and the rest."""
 
+    target: str
+    """The target: a model directory or hub id."""
+    prompts: str
+    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `trace.json` and `profile.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
@@ -71,16 +75,33 @@ class ProfileConfig(Sampling, PromptedTarget):
     """γ, drafted tokens per round; a drafter with a tree of its own drafts that."""
     batch_size: Ints = field(default_factory=lambda: [1])
     """Prompts decoded together, several with commas; prompts that fill no whole batch are left out."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
     compiled: bool = False
     """Run the models compiled."""
+    limit: int | None = None
+    """Read only the first N prompts."""
+    max_prompt_tokens: int | None = None
+    """The most tokens of a prompt, the last ones."""
+    max_new_tokens: int = 128
+    """The most tokens of a text."""
+    threads: int | None = None
+    """CPU threads; torch's default if None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.drafter = only_drafter(self.drafter)
         self.batch_size = numbers(self.batch_size, int, "batch_size")
         require_some(self, "batch_size", "number")
-        require(self, at_least(1), "batch_size")
+        require(self, at_least(1), "batch_size", "limit", "max_new_tokens")
         require(self, DRAFT_LENGTH, "draft_length")
+        require(self, THREADS, "threads")
+        require(self, finite(at_least(0)), "temperature")
+
+    @property
+    def template(self) -> TemplateOptions:
+        """The options of reading prompts."""
+        return TemplateOptions(trust_remote_code=self.trust_remote_code, max_prompt_tokens=self.max_prompt_tokens)
 
 
 @dataclass

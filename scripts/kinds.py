@@ -34,9 +34,6 @@ NONE = "none"
 P_EAGLE = "P-EAGLE"
 """A kind that we do not have; files of SpecForge with it say that they are a Llama."""
 
-REPORTED: dict[str, DrafterKind | None] = {kind.name: kind for kind in KINDS} | {BASELINE: DraftModel(), SERVER: None}
-"""Kinds by their names in reports; None for a drafter that cannot be seen."""
-
 if TYPE_CHECKING:
     Drafters = list[str]
 else:  # a file or a flag may give one text; `drafter_texts` makes a list of it

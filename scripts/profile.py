@@ -12,6 +12,7 @@ from draftsmith.decode import Counts, InputError, speculative_generate
 from draftsmith.decode.cache import NO_PROGRAMS, runs_in_programs
 from draftsmith.decode.clock import turns
 from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
+from draftsmith.decode.options import Sampling
 from draftsmith.decode.progress import track
 from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.kinds import drafter_specs, kind_named
@@ -34,7 +35,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     output = require_writable(config.output, "trace.json", "profile.json")
     if config.threads:
         torch.set_num_threads(config.threads)
-    tokenizer, _, encoded = read_tokens(config.target, config, config.prompts, config.limit)
+    tokenizer, _, encoded = read_tokens(config.target, config.template, config.prompts, config.limit)
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     specs = drafter_specs(config.drafter, [config.draft_length])
@@ -48,7 +49,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
         "draft_length": draft_length,
         "max_new_tokens": config.max_new_tokens,
         "compiled": compiled,
-        **config.generate_kwargs(),
+        **Sampling(temperature=config.temperature).generate_kwargs(),
     }
     profiles, batches = [], []
     for size in config.batch_size:
@@ -59,9 +60,9 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
         for due in turns(times, REPEATS):
             for i in track(due, f"batch size {size}", "batches"):
                 if not fastest:  # warm-up: the first calls allocate, and compile
-                    speculative_generate(target, proposer, *rows[i], seed=config.seed, **options)
+                    speculative_generate(target, proposer, *rows[i], seed=0, **options)
                 alone = Profile()
-                decoded = alone.generate(target, proposer, *rows[i], seed=config.seed + i, **options)
+                decoded = alone.generate(target, proposer, *rows[i], seed=i, **options)
                 times[i].append(alone.breakdown()["total_seconds"])
                 if times[i][-1] == min(times[i]):
                     fastest[i] = alone, decoded.counts

@@ -97,7 +97,7 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
     fields |= {"replay_limit": config.replayed_prompts, "max_new_tokens": 64, "compiled": "false"}
-    fields |= {"measure_costs": "false"}  # these forecast other γ, in a minute more
+    fields |= {"costs": "none"}  # these forecast other γ, in a minute more
     report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)
     seconds = np.diff([*begins, time.perf_counter()])

@@ -1,8 +1,7 @@
 """`python -m benchmarks.gate`: are the verdicts wrong as seldom as they say? By simulation.
 
 Promises are held against data whose truth is known: a gate says "go" of little that does not pay, also on a machine
-that other work slows down; a learning curve's intervals hold what more text brings; and a server that does as expected
-is seldom said to depart.
+that other work slows down; and a server that does as expected is seldom said to depart.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.common import BenchmarkConfig
 from draftsmith.decode.errors import at_least, one_of, require, require_some
 
-PROMISES = ("gate", "clock", "learning_curve", "reconcile")
+PROMISES = ("gate", "clock", "reconcile")
 
 
 @dataclass(kw_only=True)
@@ -18,7 +17,7 @@ class BenchGateConfig(BenchmarkConfig):
     """Simulate what verdicts rest on, and count how often they are wrong."""
 
     of: list[str] = field(default_factory=lambda: list(PROMISES))
-    """The promises: gate, clock, learning_curve, reconcile."""
+    """The promises: gate, clock, reconcile."""
     simulations: int = 400
     """Data sets of each kind."""
     settings: list[int] = field(default_factory=lambda: [1, 4, 12, 24])

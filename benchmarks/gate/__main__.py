@@ -6,11 +6,10 @@ from benchmarks.common import Figures, main
 from benchmarks.gate import BenchGateConfig
 from benchmarks.gate.clocks import clock_figures
 from benchmarks.gate.counts import alarm_figures
-from benchmarks.gate.curves import curve_figures
 from benchmarks.gate.speedups import gate_figures
 from draftsmith.train.provenance import environment
 
-FIGURES = {"gate": gate_figures, "clock": clock_figures, "learning_curve": curve_figures, "reconcile": alarm_figures}
+FIGURES = {"gate": gate_figures, "clock": clock_figures, "reconcile": alarm_figures}
 
 
 def bench(config: BenchGateConfig) -> Figures:

@@ -74,21 +74,12 @@ class Times:
         assert found is not None
         return found
 
-    def halves(self) -> tuple["Times", "Times"]:
-        """Return every other prompt, and the rest."""
-        first, second = (
-            Times(self.tokens_n[part], self.plain_n[part], self.seconds_Sn[:, part])
-            for part in (slice(0, None, 2), slice(1, None, 2))
-        )
-        return first, second
-
 
 def gate_figures(config: BenchGateConfig) -> Figures:
     """Return, by numbers of prompts and settings, how often there is a "go", and the mean of what the winner is said.
 
-    "By each alone" judges every setting as if it were the only one; "at once" is the gate's own rule; "by halves"
-    chooses on one half of the prompts and judges on the other. Power is the share of data sets with a "go" where one
-    setting is faster than the bound and all others are exactly at it.
+    "By each alone" judges every setting as if it were the only one; "at once" is the gate's own rule. Power is the
+    share of data sets with a "go" where one setting is faster than the bound and all others are exactly at it.
     """
     rng = np.random.default_rng(config.seed)
     false: Figures = {}
@@ -104,7 +95,6 @@ def gate_figures(config: BenchGateConfig) -> Figures:
             false[row] = {
                 "by each alone": _share(alone.max(1) > BOUND),
                 "at once": _share(together.max(1) > BOUND),
-                "by halves": _share(np.array([_by_halves(times) for times in drawn]) > BOUND),
             }
             power[row] = {}
             for over in OVER:
@@ -122,13 +112,6 @@ def gate_figures(config: BenchGateConfig) -> Figures:
         "go where one setting is faster than the bound": power,
         f"the winner's speed-up where all are {BOUND:g}": winner,
     }
-
-
-def _by_halves(times: Times) -> float:
-    """Return the lower end, by every other prompt, of the setting that the rest chose."""
-    first, second = times.halves()
-    chosen = int(first.speedups().argmax())
-    return float(Times(second.tokens_n, second.plain_n, second.seconds_Sn[[chosen]]).lower_ends(CONFIDENCE)[0])
 
 
 def _share(cases: NDArray[np.bool_]) -> float:

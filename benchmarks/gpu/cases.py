@@ -70,7 +70,6 @@ def stages() -> list[dict[str, Case]]:
             {f"law {dtype} {name}": Case(partial(of_law, law.certify, name, dtype), 90) for name in law.DRAFTERS}
         )
     by_stage.append({f"step {name}": Case(partial(measured, steps.step, name, None), 120) for name in steps.CONFIGS})
-    by_stage.append({f"loss {name}": Case(partial(measured, speed.loss, name), 60) for name in speed.LOSSES})
     for size in speed.SIZES:
         for way in speed.WAYS:
             by_stage.append({f"rounds {size} {way}": Case(partial(measured, speed.rounds, size, way), 240)})

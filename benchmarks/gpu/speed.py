@@ -1,10 +1,8 @@
-"""Rounds at real sizes, eager and compiled; and the loss over a vocabulary of 152 thousand tokens."""
+"""Rounds at real sizes, eager and compiled."""
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import divergence
-from benchmarks.gpu.shapes import SHARED, random_model
-from benchmarks.gpu.shapes import SIZES as SHAPES
+from benchmarks.gpu.shapes import random_model
 from benchmarks.timing import methods, options_at, prompts, timed_rounds
 from draftsmith.decode import DraftModelProposer
 from draftsmith.decode.planning.costs import verification_costs
@@ -15,20 +13,10 @@ from draftsmith.train.models import set_attention
 if TYPE_CHECKING:
     from benchmarks.gpu.cases import Place
 
-LOSSES = ("forward_kl", "tvd", "lk_hybrid")
 SIZES = ("1.7B", "8B")
 """Sizes of the target; the draft has 0.6 B parameters."""
 WAYS = ("eager", "compiled")
 DRAFT_LENGTH, PROMPT, NEW_TOKENS, REPEATS = 4, 64, 64, 3
-
-
-def loss(name: str, place: "Place") -> dict[str, Any]:
-    """Compare the chunked loss with the eager one at Qwen3's vocabulary: time, memory, error."""
-    sizes: dict[str, Any] = {"tokens": 16, "vocab_size": 1000, "hidden": 32, "target_hidden": 64, "repeats": 1}
-    if place.full:
-        hidden = {"hidden": SHAPES["0.6B"]["hidden_size"], "target_hidden": SHAPES["8B"]["hidden_size"]}
-        sizes = {"tokens": 4096, "vocab_size": SHARED["vocab_size"], **hidden, "repeats": 5}
-    return divergence.bench(divergence.BenchDivergenceConfig(divergence=name, dtype="bfloat16", **sizes))
 
 
 def rounds(size: str, way: str, place: "Place") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from operator import index, lt
+from operator import lt
 from typing import Any
 
 import datasets
@@ -10,14 +10,9 @@ import datasets
 # Imported as a module: `evaluate` takes the first metric class in this file, which would be an imported `Metric`.
 import evaluate
 
-try:
-    from draftsmith.decode.counts import Counts
-    from draftsmith.decode.errors import InputError
-    from draftsmith.decode.measurement.intervals import ratio
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.split(".")[0] != "draftsmith":
-        raise
-    raise ImportError("acceptance_rate: expected draftsmith to be installed (`pip install -e` its clone)") from None
+from draftsmith.decode.counts import Counts
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import ratio
 
 DESCRIPTION = """\
 How often a target model agrees with its drafts in speculative decoding: accepted ÷ drafted tokens, and tokens per
@@ -84,25 +79,23 @@ class AcceptanceRate(evaluate.Metric):
 
     def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
         """Add prompts."""
-        entries = {"predictions": predictions, "references": references}
-        for name in self.features:
-            if entries[name] is None or len(entries[name]) == 0:
-                raise InputError(f"{name}: expected one entry a prompt, found none")
         # Faults are raised here, where prompts still have the user's numbers and nothing was written to disk.
+        if not len(predictions):
+            raise InputError("predictions: expected one entry a prompt, found none")
         if self.config_name == "tokens":
-            if len(predictions) != len(references):
-                raise InputError(f"references: expected {len(predictions)} prompts, found {len(references)}")
-            drafted, emitted = ([_rounds(f"{n}[{i}]", v) for i, v in enumerate(entries[n])] for n in self.features)
-            for i, rounds in enumerate(zip(drafted, emitted, strict=True)):
+            if references is None or len(predictions) != len(references):
+                found = "none" if references is None else len(references)
+                raise InputError(f"references: expected {len(predictions)} prompts, found {found}")
+            for i, rounds in enumerate(zip(predictions, references, strict=True)):
                 _count_rounds(f"references[{i}]", *rounds)
-            super().add_batch(predictions=drafted, references=emitted, **kwargs)
+            kwargs["references"] = references
         else:
-            counts = [_completed(f"predictions[{i}]", entry) for i, entry in enumerate(predictions)]
-            super().add_batch(predictions=counts, **kwargs)
+            predictions = [_completed(f"predictions[{i}]", entry) for i, entry in enumerate(predictions)]
+        super().add_batch(predictions=predictions, **kwargs)
 
     def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
         """Add one prompt."""
-        self.add_batch(predictions=[prediction], references=[reference], **kwargs)
+        self.add_batch(predictions=[prediction], references=reference and [reference], **kwargs)
 
     def _compute(self, *, predictions: Any = None, references: Any = None) -> dict[str, Any]:
         unknown: list[str] = []
@@ -128,15 +121,12 @@ class AcceptanceRate(evaluate.Metric):
 def _completed(where: str, entry: Any) -> dict[str, Any]:
     """Check one prompt's counts and complete them; counts that do not follow from the given ones become None."""
     if not isinstance(entry, Mapping):
-        raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {_short(entry)}")
+        raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {entry!r:.60}")
     if unknown := [name for name in entry if name not in NAMES]:
         raise InputError(f"{where}: expected the names {', '.join(NAMES)}, found {unknown[0]!r}")
-    counts: dict[str, Any] = {}
-    for name in NAMES:
-        if name in REQUIRED and entry.get(name) is None:
-            raise InputError(f"{where}: expected {name}, found none")
-        read = _integers if name.endswith("_per_pos") else _integer
-        counts[name] = None if entry.get(name) is None else read(f"{where}.{name}", entry[name])
+    if missing := [name for name in REQUIRED if entry.get(name) is None]:
+        raise InputError(f"{where}: expected {missing[0]}, found none")
+    counts: dict[str, Any] = {name: entry.get(name) for name in NAMES}
     drafts, drafted, accepted, per_pos = (counts[name] for name in REQUIRED)
     if sum(per_pos) != accepted or accepted > drafted:
         expected = f"the sum over positions, {sum(per_pos)}, and at most num_draft_tokens, {drafted}"
@@ -179,32 +169,3 @@ def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[li
             raise InputError(f"{where}[{i}]: expected {expected}, found {len(tokens)} tokens")
         counts += Counts.of_round(len(draft), accepted, len(tokens))
     return counts
-
-
-def _rounds(where: str, entry: Any) -> list[list[int]]:
-    try:
-        rounds = list(entry)
-    except TypeError:
-        raise InputError(f"{where}: expected a list of rounds, found {_short(entry)}") from None
-    return [_integers(f"{where}[{i}]", tokens) for i, tokens in enumerate(rounds)]
-
-
-def _integers(where: str, values: Any) -> list[int]:
-    try:
-        return [_integer(where, value) for value in values]
-    except TypeError:
-        raise InputError(f"{where}: expected a list of integers, found {_short(values)}") from None
-
-
-def _integer(where: str, value: Any) -> int:
-    try:
-        number = index(value)
-    except TypeError:
-        raise InputError(f"{where}: expected integers, found {_short(value)}") from None
-    if number < 0:
-        raise InputError(f"{where}: expected 0 or more, found {number}")
-    return number
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.60}"

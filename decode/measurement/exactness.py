@@ -28,7 +28,6 @@ class Mismatch:
     """The target's processed logit of `expected` less that of `found`, by one forward of the common beginning; infinite
     where a text ends."""
     tolerance: float  # the size of a tie in the model's dtype: 8 units in the last place of the largest logit
-    reference_margin: float | None = None  # the margin by the reference model, for information; None without one
 
     @property
     def is_tie(self) -> bool:
@@ -51,12 +50,11 @@ def first_mismatch(
     other: Tensor,
     prompt_length: int,
     sampler: Sampler = GREEDY,
-    reference: PreTrainedModel | None = None,
 ) -> Mismatch | None:
     """Return the first mismatch of a text with plain decoding's at T=0, both (T,) int64 with the prompt; None if equal.
 
     In float32 texts should be equal. In half precision, forwards of one token and of several round differently, so that
-    near-ties fall either way. `reference` is the target in a wider dtype, which measures the margin more exactly.
+    near-ties fall either way.
     """
     if plain.ndim != 1 or other.ndim != 1:
         raise InputError(f"texts: expected vectors (T,), found shapes {tuple(plain.shape)} and {tuple(other.shape)}")
@@ -73,11 +71,7 @@ def first_mismatch(
         ends = [int(text[position]) if len(text) > position else None for text in (plain, other)]
         return Mismatch(position, ends[0], ends[1], float("inf"), tolerance)
     expected, found = int(plain[position]), int(other[position])
-    reference_margin = None
-    if reference is not None:
-        exact = sampler.scores(_logits_after(reference, context), [context])[0]
-        reference_margin = float(exact[expected] - exact[found])
-    return Mismatch(position, expected, found, float(scores[expected] - scores[found]), tolerance, reference_margin)
+    return Mismatch(position, expected, found, float(scores[expected] - scores[found]), tolerance)
 
 
 def _logits_after(model: PreTrainedModel, context: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Many curves pass near a few points, so all curves are weighed by their posterior
 other prompts, with the jackknife's covariance, and luck, by which τ differs between training runs with other seeds. The
 priors are flat on τ at the least and the greatest amount, with τ not falling between them, and on the logarithm of b.
 The variance of luck has a scaled inverse chi-square prior with few degrees of freedom, so that points far from the
-curve raise it. docs/benchmarks.md has a simulation of the intervals' coverage.
+curve raise it.
 
 Shape suffixes: K amounts of text, n prompts, G exponents, L sizes of luck, R draws.
 """
@@ -20,88 +20,41 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST as LEAST_PROMPTS
-from draftsmith.decode.measurement.intervals import Estimate, Values, ratio
+from draftsmith.decode.measurement.intervals import Estimate, Values
 
 EXPONENTS = np.geomspace(0.01, 2.0, 150)
 """The grid of b: at the smallest τ grows as log n; at the largest all but the first amount are near the limit."""
-LIMITED = 0.05
-"""The b below which no limit is in sight: up to ten times the text the curve equals a logarithm to a few percent."""
-LEAST = 3  # the amounts of text that a curve of three numbers needs; with two the prior on b decides how it bends
+NUMBERS = 3  # the numbers of a curve: it passes through as many amounts, which says nothing of how far it is off
 LUCK = 0.05  # the standard deviation of τ over seeds: the largest at T=0 with three seeds on the embedded target
 LUCKS = np.geomspace(0.25, 8.0, 12)  # the grid of luck, as multiples of its prior value
 FREEDOM = 4  # the degrees of freedom of that prior, under which a half or twice the luck is no surprise
 DRAWS = 20_000
 
 
-@dataclass(frozen=True)
-class LearningCurve:
-    """τ against the amount of training text, with forecasts of one more run, its luck and other prompts included."""
-
-    sizes: list[float]  # tokens of training text, ascending
-    lengths: list[Estimate]  # τ at each amount; the interval is over prompts
-    limit: Estimate  # τ∞; without a value where growth without a limit fits as well
-    exponent: Estimate  # b
-    residual: float | None
-    """The residual standard deviation √(Σ ÷ (K − 3)) of the best curve, which has three numbers; None if K ≤ 3."""
-    luck: float  # the posterior standard deviation of τ over runs that differ only in the seed
-    grows: bool  # true if τ rises with the text; otherwise the curve is flat, and more text does not help
-    forecasts: dict[float, Estimate]  # τ by multiples of the largest amount; without an interval if K ≤ 3
-
-
-def learning_curve(
-    sizes: Sequence[float],
-    tokens: ArrayLike,
-    rounds: ArrayLike,
-    times: Sequence[float] = (2.0,),
-    luck: float = LUCK,
-    most: float = float("inf"),
-    least: int = LEAST,
-) -> LearningCurve:
+def forecast(
+    sizes: Sequence[float], tokens: ArrayLike, rounds: ArrayLike, times: float, luck: float = LUCK
+) -> Estimate:
     """Weigh the curves τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ at `times` the largest amount of text.
 
-    `sizes` are K amounts in tokens, at least `least`; `tokens` and expected `rounds` are those of each replayed prompt
-    under the run of each amount, (K, n), and τ = Σ tokens ÷ Σ rounds. `luck` is the prior standard deviation of τ over
-    seeds, and `most` the limit of τ, γ + 1.
+    The forecast is of one more run, its luck and other prompts included; it has no interval for 3 amounts. `sizes` are
+    K amounts in tokens, at least 2; `tokens` and expected `rounds` are those of each replayed prompt under the run of
+    each amount, (K, n), and τ = Σ tokens ÷ Σ rounds. `luck` is the prior standard deviation of τ over seeds.
     """
     order = np.argsort(sizes)
     n_K = np.asarray(sizes, dtype=np.float64)[order]
-    if len(n_K) < least or not (n_K > 0).all() or not (np.diff(n_K) > 0).all():
-        amounts = ", ".join(f"{size:g}" for size in n_K) or "none"
-        raise InputError(f"sizes: expected at least {least} different amounts of text above 0, found {amounts}")
-    tables = [np.asarray(table, dtype=np.float64) for table in (tokens, rounds)]
-    for name, table in zip(("tokens", "rounds"), tables, strict=True):
-        if table.ndim != 2 or len(table) != len(n_K) or table.shape != tables[0].shape or not table.shape[1]:
-            raise InputError(
-                f"{name}: expected one number for each of {len(n_K)} amounts and prompt, found {table.shape}"
-            )
-    tokens_Kn, rounds_Kn = (table[order] for table in tables)
+    if not (n_K > 0).all() or not (np.diff(n_K) > 0).all():
+        raise InputError(f"sizes: expected different amounts of text above 0, found {', '.join(map(str, sizes))}")
+    tokens_Kn, rounds_Kn = (np.asarray(table, dtype=np.float64)[order] for table in (tokens, rounds))
     if not (rounds_Kn.sum(1) > 0).all():
         raise InputError("rounds: expected some for each amount, found none")
     prompts, tau_K = tokens_Kn.shape[1], tokens_Kn.sum(1) / rounds_Kn.sum(1)
     x_K = n_K / n_K[-1]
-    level, slope, b = _least_squares(x_K, tau_K)
-    residual_K = tau_K - (level - slope * x_K**-b)
     curves = _draw_curves(x_K, tau_K, _covariance(tokens_Kn, rounds_Kn), luck)
-    has_interval = prompts >= LEAST_PROMPTS and len(n_K) > LEAST
-
-    def estimate(values_R: Values, value: float | None = None) -> Estimate:
-        low, middle, high = (float(end) for end in np.quantile(values_R, [0.025, 0.5, 0.975]))
-        value = middle if value is None else value
-        return Estimate(value, (min(low, value), max(high, value)) if has_interval else None, prompts)
-
-    flat = None if slope > 0 else float(tau_K.mean())
     chance_R = np.random.default_rng(1).standard_normal(DRAWS) * curves.luck_R
-    has_limit = flat is not None or np.mean(curves.exponent_R < LIMITED) <= 0.025
-    return LearningCurve(
-        n_K.tolist(),
-        [ratio(t, r) for t, r in zip(tokens_Kn.tolist(), rounds_Kn.tolist(), strict=True)],
-        estimate(np.minimum(curves.at(np.inf), most), flat) if has_limit else Estimate(None, None, prompts),
-        estimate(curves.exponent_R),
-        float(np.sqrt((residual_K**2).sum() / (len(n_K) - LEAST))) if len(n_K) > LEAST else None,
-        float(np.median(curves.luck_R)),
-        slope > 0,
-        {float(ahead): estimate(np.minimum(curves.at(ahead) + chance_R, most), flat) for ahead in times},
-    )
+    low, middle, high = (float(end) for end in np.quantile(curves.at(times) + chance_R, [0.025, 0.5, 0.975]))
+    value = middle if _rises(x_K, tau_K) else float(tau_K.mean())
+    has_interval = prompts >= LEAST_PROMPTS and len(n_K) > NUMBERS
+    return Estimate(value, (min(low, value), max(high, value)) if has_interval else None, prompts)
 
 
 @dataclass(frozen=True)
@@ -173,11 +126,8 @@ def _covariance(tokens_Kn: Values, rounds_Kn: Values) -> Values:
     return covariance
 
 
-def _least_squares(x_K: Values, tau_K: Values) -> tuple[float, float, float]:
-    """Return τ∞, c and b of the best curve; c = 0 where τ does not rise."""
+def _rises(x_K: Values, tau_K: Values) -> bool:
+    """Return whether τ rises with the text by the least squares of any curve; otherwise more text does not help."""
     x_GK = x_K ** -EXPONENTS[:, None]
-    x_GK, mean_G = x_GK - x_GK.mean(1, keepdims=True), x_GK.mean(1)
-    # τ falls by c where n^(−b) rises by 1, and the line passes through both means.
-    c_G = np.maximum(-x_GK @ (tau_K - tau_K.mean()) / (x_GK**2).sum(1), 0.0)
-    best = int((c_G**2 * (x_GK**2).sum(1)).argmax())
-    return float(tau_K.mean() + c_G[best] * mean_G[best]), float(c_G[best]), float(EXPONENTS[best])
+    x_GK -= x_GK.mean(1, keepdims=True)
+    return bool((x_GK @ (tau_K - tau_K.mean()) < 0).any())

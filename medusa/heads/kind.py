@@ -33,7 +33,6 @@ class Medusa(HeadsKind):
         made=("draft_vocabulary",),
     )
     tree_key, tree_alone = "medusa_choices", True
-    figures = ("heads", "tree_nodes")
     formats = ("own", "vllm", "fasterdecoding")
     launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
 

@@ -64,11 +64,6 @@ class Mtp(DrafterKind):
         proposer, greedy = MtpProposer(heads), MtpProposer(heads, greedy=True)
         return Drafter(spec.name or spec.kind, spec.kind, self, path, proposer, greedy, heads, spec.draft_lengths)
 
-    def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return the keys and values of the layers."""
-        heads: Any = drafter.model
-        return heads.cached_numbers  # type: ignore[no-any-return]
-
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
         """Find the layers in the target's directory, and whether all their tensors map; or those in their own."""
         from draftsmith.medusa.mtp.native import inspect

@@ -13,7 +13,7 @@ import numpy as np
 
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio
-from draftsmith.decode.measurement.learning_curve import LUCK, learning_curve
+from draftsmith.decode.measurement.learning_curve import LUCK, forecast
 from draftsmith.decode.measurement.turns import TOLERANCE
 from draftsmith.scripts.choose.config import COPIES, NONE
 from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
@@ -67,8 +67,8 @@ def outlook(
     way = min(ways, key=lambda way: sum(seconds[way]))
     now = ratio(plain, seconds[way])
     tau = ratio(last.tokens, last.rounds(way))
-    forecast = _forecast(name, trials, table, temperature, rows, way, tokens)
-    return Outlook(temperature, rows, way, tau, now, tokens, forecast)
+    ahead = _forecast(name, trials, table, temperature, rows, way, tokens)
+    return Outlook(temperature, rows, way, tau, now, tokens, ahead)
 
 
 def _forecast(
@@ -83,10 +83,8 @@ def _forecast(
     # The noise of τ, converted to the unit of the speed-up.
     per_token = float(np.sum(replays[-1].rounds(way)) / np.sum(replays[-1].tokens))
     unit = float(np.sum(plain[-1]) / np.sum(seconds[-1])) * per_token
-    times = tokens / trials[-1].tokens
     sizes = [trial.tokens for trial in trials]
-    curve = learning_curve(sizes, plain, seconds, [times], LUCK * unit, least=LEAST_AMOUNTS)
-    return curve.forecasts[times]
+    return forecast(sizes, plain, seconds, tokens / trials[-1].tokens, LUCK * unit)
 
 
 def score(outlooks: Sequence[Outlook]) -> float:

@@ -1,15 +1,12 @@
 """The report of one run, built from decoded and replayed texts, or from a server's answers."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Replay, clock
-from draftsmith.decode.cache import cached_numbers, state_bytes
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.kinds import STOCK
@@ -22,18 +19,16 @@ from draftsmith.scripts.measure.estimates import (
     rows_of,
     same_length,
 )
-from draftsmith.scripts.measure.state import PLAIN, PROBABILISTIC, Measured, Method, Row, turns_of
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report import types as report
-from draftsmith.scripts.report.entries import DrafterMemory, Memory, RunGroup
-from draftsmith.train.kinds.drafter import Drafter, Pair
+from draftsmith.scripts.report.entries import RunGroup
+from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_config
 from draftsmith.train.provenance import environment
-from draftsmith.train.quantization import parameter_count, plain_parts, quantization_of
+from draftsmith.train.quantization import parameter_count, quantization_of
 
 Verdict = tuple[report.Gate | None, report.Recommendation]
-TEXTS, TOKENS = 8, 30
-"""Texts, and most rejected tokens, that a report shows."""
 
 
 def build_report(
@@ -109,10 +104,6 @@ def measured_report(measured: Measured) -> report.Report:
         curves=curves,
         comparisons=comparisons(measured.replays, sorted({run.draft_length for run in runs})),
         costs=predictions.costs_entry(measured),
-        planner_check=predictions.planner_check(runs),
-        memory=_memory(pair),
-        rejections=rejections_of(measured),
-        trees=measured.trees,
         by_load=predictions.by_load(measured),
     )
 
@@ -149,7 +140,7 @@ def _verdict(
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
     hint = predictions.advice(curves, runs)
     observations = _observations(measured)
-    return judge_runs(runs, observations, gains, gate, config.confidence, hint, require_law, config.decides)
+    return judge_runs(runs, observations, gains, gate, config.confidence, hint, require_law)
 
 
 def _run(measured: Measured, temperature: float, batch_size: int, method: Method) -> report.Run:
@@ -160,7 +151,6 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
     counts = sum((row.counts for row in rows), Counts())
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     alpha_replay = replay or measured.first_heads.get((temperature, drafter.name))
-    prediction_key = temperature, drafter, method.draft_length, groups, plain_groups, own
     decoded = frozenset(row.prompt for row in rows)
 
     def length(prompts: Set[int]) -> Estimate:
@@ -180,8 +170,9 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         acceptance_per_position=counts.acceptance_per_position(),
         conditional_acceptance=counts.conditional_acceptance(),
         speedup=own.speedup(plain),
-        predicted_speedup=predictions.predicted_speedup(measured, *prediction_key),
-        predicted_speedup_without_prompt=predictions.predicted_speedup(measured, *prediction_key, with_prompt=False),
+        predicted_speedup=predictions.predicted_speedup(
+            measured, temperature, drafter, method.draft_length, groups, plain_groups
+        ),
         tokens_per_second=own.speed(),
         gain_over_baseline_draft=_gains(measured, setting, method),
         replay=None
@@ -192,10 +183,8 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         ),
         lossless=measured.lossless[*setting, method],
         by_category=by_group(measured.categories(), decoded, own, plain, length),
-        by_turn=by_group(turns_of(measured.prompts), decoded, own, plain, length),
         repeated_ngram_share=own.repeated(),
         sources=_sources(drafter, rows),
-        speedup_over=_speedup_over(measured, setting, drafter, own),
     )
 
 
@@ -208,21 +197,6 @@ def _sources(drafter: Drafter, rows: Sequence[Row]) -> dict[str, Counts] | None:
         name: Counts.total(counts[index] for counts in by_row if index < len(counts))
         for index, name in enumerate(drafter.sources)
     }
-
-
-def _speedup_over(
-    measured: Measured, setting: tuple[float, int], drafter: Drafter, own: Observation
-) -> dict[str, Estimate] | None:
-    """Return the least speed-up of a drafter with members over each other drafter, paired over batches."""
-    if not drafter.members:
-        return None
-    over: dict[str, Estimate] = {}
-    for t, b, method in measured.observations:
-        if (t, b) == setting and method.drafter not in (PLAIN, drafter.name):
-            faster, least = own.speedup(_observation(measured, t, b, method)), over.get(method.drafter)
-            if least is None or (faster.value or 0.0) < (least.value or 0.0):
-                over[method.drafter] = faster
-    return over
 
 
 def _gain(measured: Measured, temperature: float, method: Method, confidence: float | None = None) -> Estimate | None:
@@ -277,69 +251,3 @@ def _replays_exactly(measured: Measured, temperature: float, method: Method) -> 
     """Return whether replay must count the decoder's rounds: at T=0, with target and drafter in dtypes without ties."""
     models = measured.pair.target, measured.drafter(method.drafter).model
     return temperature == 0 and all(m is None or m.dtype in (torch.float32, torch.float64) for m in models)
-
-
-def _memory(pair: Pair) -> Memory:
-    def bytes_of(numbers: int | None, model: PreTrainedModel | None) -> int | None:
-        return numbers * (model or pair.target).dtype.itemsize if numbers is not None else None
-
-    return Memory(
-        sum(p.numel() * p.element_size() for _, p in plain_parts(pair.target.named_parameters())),
-        bytes_of(cached_numbers(pair.target), pair.target),
-        {
-            drafter.name: DrafterMemory(
-                drafter.weights_bytes,
-                bytes_of(drafter.family.cached_numbers(drafter), drafter.model),
-                drafter.family.state_bytes(drafter),
-            )
-            for drafter in pair.drafters
-        },
-        state_bytes(pair.target),
-    )
-
-
-def rejections_of(measured: Measured) -> report.Rejections | None:
-    """Return where the first replayed drafter is rejected, at T=0 if measured; None without replays."""
-    temperatures = sorted({t for t, _, _ in measured.replays})
-    keys = ((t, d.name) for t in temperatures for d in measured.pair.drafters)
-    chosen = next((key for key in keys if (*key, PROBABILISTIC) in measured.replays), None)
-    if chosen is None:
-        return None
-    temperature, name = chosen
-    replay, texts = measured.replays[temperature, name, PROBABILISTIC], measured.texts[temperature]
-    occurrences: defaultdict[int, int] = defaultdict(int)
-    rejected: defaultdict[int, float] = defaultdict(float)
-    for text, replayed in zip(texts, replay.texts, strict=True):
-        for token, accepted in zip(text, replayed.acceptance, strict=True):
-            occurrences[token] += 1
-            rejected[token] += 1 - accepted
-    most = sorted(rejected, key=lambda token: -rejected[token])[:TOKENS]
-    # Texts of different categories first.
-    firsts = [indices[0] for indices in measured.categories().values()]
-    indices = sorted(range(len(measured.prompts)), key=lambda i: (i not in firsts, i))[:TEXTS]
-    return report.Rejections(
-        temperature,
-        name,
-        [_text(measured, index, texts[index], replay.texts[index].acceptance) for index in indices],
-        [report.RejectedToken(str(measured.pair.tokenizer.decode([t])), occurrences[t], rejected[t]) for t in most],
-    )
-
-
-def _text(measured: Measured, index: int, tokens: list[int], acceptance: tuple[float, ...]) -> report.TextAcceptance:
-    return report.TextAcceptance(
-        measured.prompts[index].category,
-        str(measured.pair.tokenizer.decode(measured.prompt_ids[index])),
-        [report.TokenAcceptance(piece, a) for piece, a in zip(_pieces(measured, tokens), acceptance, strict=True)],
-    )
-
-
-def _pieces(measured: Measured, tokens: list[int]) -> list[str]:
-    """Return the text that each token adds: a character of several tokens appears with its last."""
-    pieces: list[str] = []
-    written = ""
-    for end in range(1, len(tokens) + 1):
-        text = str(measured.pair.tokenizer.decode(tokens[:end]))
-        whole = text.rstrip("\ufffd") if end < len(tokens) else text
-        pieces.append(whole[len(written) :] if whole.startswith(written) else "")
-        written = whole if whole.startswith(written) else written
-    return pieces

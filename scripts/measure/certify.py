@@ -54,9 +54,7 @@ def certify_recommended(measured: Measured, unfinished: Unfinished) -> None:
             best = recommend(measured)
         recommended_methods = {(v.temperature, v.proposer, v.draft_length) for v in best.settings if v.go}
         if best.go:
-            recommended_methods |= {
-                (v.temperature, best.proposer, best.draft_length) for v in best.settings if v.decides
-            }
+            recommended_methods |= {(v.temperature, best.proposer, best.draft_length) for v in best.settings}
         waiting = [
             key
             for key, certificate in measured.lossless.items()

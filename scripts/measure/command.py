@@ -13,7 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
-from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
+from draftsmith.scripts.kinds import BASELINE, NONE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.certify import certify_recommended
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
@@ -39,7 +39,6 @@ from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable, write_atomically
 from draftsmith.train.kinds.drafter import DrafterSpec
-from draftsmith.train.kinds.untrained import PromptLookup
 from draftsmith.train.provenance import write_json
 
 DRAFT_LENGTHS = "draft_lengths.json"
@@ -71,9 +70,9 @@ def measure(config: MeasureConfig) -> Report:
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     config = replace(config, compiled=settings.compiled)
-    tables: list[CostTable] | None = None if config.measure_costs else []
-    if config.costs is not None:  # before any text is decoded: a file that does not fit is refused at once
-        tables = load_costs(Path(config.costs), config, pair)
+    tables: list[CostTable] | None = [] if config.costs == NONE else None
+    if config.costs not in (None, NONE):  # before any text is decoded: a file that does not fit is refused at once
+        tables = load_costs(Path(str(config.costs)), config, pair)
     with output_directory(output, lambda: "the batches that were decoded"):
         unfinished = Unfinished(config, pair, prompts, encoded)
         settings.to_file(unfinished.settings)
@@ -93,16 +92,10 @@ def measure(config: MeasureConfig) -> Report:
 def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
     """Return the specs of all drafters; the stock draft follows the other draft models."""
     specs = drafter_specs(config.drafter, config.draft_length)
-    ngrams = f"{config.prompt_lookup_min}-{config.prompt_lookup_max}"
-    specs = [replace(spec, path=spec.path or ngrams) if spec.kind == PromptLookup.name else spec for spec in specs]
     if config.baseline_draft is not None:
         index = sum(spec.kind == DraftModel.name for spec in specs)
         specs.insert(index, DrafterSpec(BASELINE, config.baseline_draft, STOCK, config.draft_length))
-    by_name = config.draft_length_of
-    if unknown := by_name.keys() - {spec.name for spec in specs}:
-        names = ", ".join(str(spec.name) for spec in specs)
-        raise InputError(f"draft_length_of: expected drafters out of {names}, found {min(unknown)}")
-    return [replace(spec, draft_lengths=by_name.get(str(spec.name), spec.draft_lengths)) for spec in specs]
+    return specs
 
 
 def measure_server(config: MeasureServerConfig) -> Report:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
-from draftsmith.scripts.serving.measure.config import GatedSettings, MeasureServerConfig
+from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.train.cli import Floats, Ints, numbers, values_by_field
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
@@ -17,7 +16,7 @@ TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 
 
 
 @dataclass
-class MeasureConfig(GatedSettings, Filters, PromptedTarget):
+class MeasureConfig(Filters, PromptedTarget):
     """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
 
     output: str
@@ -26,17 +25,10 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
     """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose config.json says its kind,
     or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as another kind: `draft:DIR`
     drafts one token at a time with any draft model."""
-    prompt_lookup_min: int = 1
-    """The shortest n-gram that prompt lookup searches for, in tokens, as in vLLM: longer ones draft less often, but
-    better."""
-    prompt_lookup_max: int = 3
-    """The longest n-gram."""
     baseline_draft: str | None = None
     """A stock draft to beat: measured like the others, and compared prompt by prompt."""
     draft_length: Ints = field(default_factory=lambda: [4])
     """γ, drafted tokens per round; several with commas. A drafter with a tree drafts the tree. Replay adds 1 to 16."""
-    draft_length_of: dict[str, Ints] = field(default_factory=dict)
-    """γ of single drafters by name, in place of `draft_length`."""
     temperature: Floats = field(default_factory=lambda: [0.0])
     """Sampling temperatures, several with commas; 0 is greedy."""
     batch_size: Ints = field(default_factory=lambda: [1])
@@ -53,12 +45,9 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
     """A gate: the lower end of the interval of τ's gain over the stock draft must exceed this."""
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
-    measure_costs: bool = True
-    """Measure the costs of forwards and drafting, which the planner needs."""
     costs: str | None = None
-    """The costs.json of an earlier run on this machine, used instead of measuring."""
-    context: Ints = field(default_factory=list)
-    """Text lengths in tokens at which costs are measured, several with commas; by default the texts' mean length."""
+    """The costs.json of an earlier run on this machine, or none for no predictions; null measures the costs of
+    forwards and drafting."""
     dtype: str = field(default="auto", kw_only=True)
     """Weights and arithmetic of all models: float32, bfloat16, float16, float64, or auto. On a CPU, auto means as the
     target is stored or float32, the faster in a short timing, and likewise for each draft model; on a GPU, as stored.
@@ -75,35 +64,18 @@ class MeasureConfig(GatedSettings, Filters, PromptedTarget):
         super().__post_init__()
         self.drafter = drafter_texts(self.drafter)
         require_some(self, "drafter", "drafter")
-        for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int), ("context", int)):
+        for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int)):
             setattr(self, name, numbers(getattr(self, name), kind, name))
-        for name in ("draft_length", "temperature", "batch_size"):
             require_some(self, name, "number")
-        by_name = self.draft_length_of
-        self.draft_length_of = {n: numbers(value, int, f"draft_length_of: {n}") for n, value in by_name.items()}
-        for name, lengths in self.draft_length_of.items():
-            if not lengths:
-                raise InputError(f"draft_length_of: {name}: expected at least one number, found none")
-            DRAFT_LENGTH.check(f"draft_length_of: {name}", lengths)
-        require(self, at_least(1), "repeats", "batch_size", "context")
+        require(self, at_least(1), "repeats", "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, more_than(0), "min_speedup")
         require(self, at_least(self.limit or 1), "replay_limit")
-        require(self, at_least(1), "prompt_lookup_min")
-        require(self, at_least(self.prompt_lookup_min), "prompt_lookup_max")
         require(self, finite(at_least(0)), "temperature")
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
-        self.check_gate(self.temperature, self.batch_size)
-        if self.names_settings and self.min_speedup is None and self.min_gain is None:
-            self.min_speedup = 1.0
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
-
-    @property
-    def draft_lengths(self) -> list[int]:
-        """The γ of all drafters."""
-        return sorted({*self.draft_length, *chain.from_iterable(self.draft_length_of.values())})
 
     def options(self, temperature: float) -> dict[str, Any]:
         """Return the keyword arguments of `generate` at a temperature."""

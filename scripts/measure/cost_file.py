@@ -49,7 +49,7 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     prompt = max(1, round(sum(measured.prompt_lengths) / len(texts)))
     mean = max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
     samplers = {t: measured.sampler(t) for t in config.temperature}
-    longest, drafters, most = max(config.draft_lengths), pair.drafters, max(config.batch_size)
+    longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
     # Rows that end leave smaller batches, so the sizes between are measured too.
     sizes = {1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)}
     # All block lengths: replay asks for t(γ + 1) of every γ up to 16, not only of those decoded.
@@ -60,10 +60,9 @@ def measured_costs(measured: Measured) -> list[CostTable]:
         lengths |= {member_name(drafter, source): deepest for source in drafter.members}
         blocks |= {1 + member.nodes(deepest) for member in drafter.members.values()}
         blocks |= set() if drafter.nodes is None else {1 + drafter.nodes}
-    text, compiled, tables = torch.cat(measured.sequences(temperature)), bool(config.compiled), list[CostTable]()
+    text, compiled = torch.cat(measured.sequences(temperature)), bool(config.compiled)
     models = pair.target, priced_proposers(pair), lengths, text, samplers, sorted(sizes)
-    for context in config.context or [mean]:
-        tables += measure_costs(*models, context, prompt, sorted(blocks), compiled=compiled)
+    tables = measure_costs(*models, mean, prompt, sorted(blocks), compiled=compiled)
     content = {
         "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype),

@@ -22,7 +22,7 @@ DIGITS = 4
 
 def deepest(measured: Measured) -> int:
     """Return the greatest draft length of any drafter."""
-    lengths = measured.config.draft_lengths
+    lengths = measured.config.draft_length
     return max(*lengths, 0, *(k for drafter in measured.pair.drafters for k in drafter.draft_lengths))
 
 

@@ -6,28 +6,18 @@ decoding is faster.
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_product, ratios
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
-from draftsmith.decode.planning.costs import RoundCosts, stack_sizes, text_seconds
-from draftsmith.scripts.measure.estimates import Observation
-from draftsmith.scripts.measure.replays import contexts_of, groups_of_texts, groups_of_tokens
+from draftsmith.decode.planning.costs import stack_sizes, text_seconds
+from draftsmith.scripts.measure.replays import groups_of
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
-from draftsmith.scripts.report.entries import (
-    ByLoad,
-    CurveGroup,
-    DraftShare,
-    Goodput,
-    Grouping,
-    LoadRange,
-    PlannerCheck,
-    Prediction,
-)
+from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Goodput, LoadRange
 from draftsmith.scripts.report.entries import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, ProposerEntry, Run, Verifier
 from draftsmith.scripts.serving.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
@@ -45,32 +35,39 @@ def predicted_speedup(
     draft_length: int,
     groups: Sequence[Group],
     plain: Sequence[Group],
-    observed: Observation | None = None,
-    with_prompt: bool = True,
 ) -> Estimate | None:
-    """Return the speed-up that costs and acceptance predict for these batches and their ragged ends.
+    """Return the speed-up of these batches that costs and acceptance predict, prompts included; None without costs.
 
-    Rounds are replayed ones, or decoded ones where replay does not apply. `with_prompt` includes the forwards over the
-    prompts, as a measured speed-up does. τ is that of all texts where it is in the measured one, `observed`.
+    It is that of all replayed texts, in batches of this size; where replay does not apply, of the decoded rounds.
     """
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
     if table is None:
         return None
+    if replay is not None:
+        return _predicted(measured, table, drafter, replay, [draft_length], len(groups[0].rows))[draft_length]
     seconds, plain_seconds = list[float](), list[float]()
     for group, base in zip(groups, plain, strict=True):
-        prompt = max(measured.prompt_lengths[row.prompt] for row in group.rows) if with_prompt else 0
-        if replay is None:
-            rounds = [float(row.counts.num_drafts) for row in group.rows]
-            spent = table.speculative_seconds(drafter.name, rounds, draft_length, drafter.nodes, prompt)
-        else:
-            spent = _replayed_seconds(table, drafter, replay, [row.prompt for row in group.rows], draft_length, prompt)
-        seconds.append(spent)
-        # Under sampling the texts differ in length too; τ is of the target's own.
+        prompt = max(measured.prompt_lengths[row.prompt] for row in group.rows)
+        rounds = [float(row.counts.num_drafts) for row in group.rows]
+        seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, drafter.nodes, prompt))
+        # Under sampling the texts differ in length too.
         plain_seconds.append(table.plain_seconds([float(len(row.tokens)) for row in base.rows], prompt))
-    if observed is None or not observed.replayed:
-        return ratio(plain_seconds, seconds)
-    *_, emitted, expected = observed.columns
-    return ratio_product(plain_seconds, seconds, emitted, expected, expected[: len(groups)], emitted[: len(groups)])
+    return ratio(plain_seconds, seconds)
+
+
+def _predicted(
+    measured: Measured, table: CostTable, drafter: Drafter, replay: Replay, lengths: Sequence[int], rows: int
+) -> dict[int, Estimate]:
+    """Return the speed-up by draft length of the replayed texts and their prompts, `rows` texts at a time."""
+    count, prompts = len(replay.texts), measured.prompt_lengths
+    batches = [range(first, first + rows) for first in range(0, count - rows + 1, rows)] or [range(count)]
+    longest = [(batch, max(prompts[index] for index in batch)) for batch in batches]
+    emitted = replay.tokens_and_rounds(lengths[0])[0]
+    plain = [table.plain_seconds([emitted[index] for index in batch], prompt) for batch, prompt in longest]
+    drafting = {
+        k: [_replayed_seconds(table, drafter, replay, batch, k, prompt) for batch, prompt in longest] for k in lengths
+    }
+    return ratios({k: (plain, seconds) for k, seconds in drafting.items()})
 
 
 def _replayed_seconds(
@@ -93,21 +90,6 @@ def _members(drafter: Drafter) -> list[str]:
     return [member_name(drafter, source) for source in drafter.members]
 
 
-def _with_prompts(
-    measured: Measured, table: CostTable, drafter: Drafter, replay: Replay, lengths: Sequence[int], rows: int
-) -> dict[int, Estimate]:
-    """Return the speed-up by draft length of the replayed texts and their prompts, `rows` texts at a time."""
-    count, prompts = len(replay.texts), measured.prompt_lengths
-    batches = [range(first, first + rows) for first in range(0, count - rows + 1, rows)] or [range(count)]
-    longest = [(batch, max(prompts[index] for index in batch)) for batch in batches]
-    emitted = replay.tokens_and_rounds(lengths[0])[0]
-    plain = [table.plain_seconds([emitted[index] for index in batch], prompt) for batch, prompt in longest]
-    drafting = {
-        k: [_replayed_seconds(table, drafter, replay, batch, k, prompt) for batch, prompt in longest] for k in lengths
-    }
-    return ratios({k: (plain, seconds) for k, seconds in drafting.items()})
-
-
 def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
     """Return the drafted tokens that a round verifies, if they are not γ.
 
@@ -123,33 +105,14 @@ def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: i
 
 def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifier, replay: Replay) -> Curve:
     """Return the replay's figures of a drafter at every draft length."""
-    drafter = measured.drafter(name)
+    drafter, table = measured.drafter(name), measured.costs(temperature)
     # A tree has one draft length: no tree was searched for others.
     lengths = list(drafter.draft_lengths) if drafter.has_one_length else replay.draft_lengths
     lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
-    costs: dict[int, dict[int, tuple[RoundCosts, float | None]]] = {}
-    with_prompts: dict[int, dict[int, Estimate]] = {}
-    table, sizes = measured.costs(temperature), [b for t, b in measured.settings if t == temperature]
-    if table is not None:
-        for rows in sizes:
-            costs[rows] = {k: (table.at(name, rows), nodes_of(drafter, replay, k, rows)) for k in lengths}
-            with_prompts[rows] = _with_prompts(measured, table, drafter, replay, lengths, rows)
-    # Costs grow with the context: those at another length are not a group's.
-    tables = [table for table in measured.tables if table.temperature == temperature]
-    groups: dict[Grouping, dict[str, CurveGroup]] = {
-        grouping: {
-            group: _of_group(
-                next((one for one in tables if one.context in contexts_of(group)), None)
-                if grouping == "context"
-                else table,
-                drafter,
-                part,
-                lengths,
-                sizes,
-            )
-            for group, part in replays.items()
-        }
-        for grouping, replays in (groups_of_texts(measured, replay) | groups_of_tokens(replay)).items()
+    sizes = [] if table is None else [b for t, b in measured.settings if t == temperature]
+    groups = {
+        grouping: {group: _of_group(part, lengths) for group, part in replays.items()}
+        for grouping, replays in groups_of(measured, replay).items()
     }
     return Curve(
         proposer=ProposerEntry(**drafter.to_dict()),
@@ -159,80 +122,17 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
         mean_acceptance_length={k: replay.mean_acceptance_length[k] for k in lengths},
         acceptance_per_position=replay.acceptance_per_position[lengths[-1]],
         conditional_acceptance=replay.conditional_acceptance[lengths[-1]],
-        by_category=groups.get("category", {}),
-        predicted_speedup=_by_rows(table, drafter, replay, lengths, sizes),
-        predicted_speedup_with_prompt=with_prompts,
-        break_even_alpha={
-            b: {k: cost.break_even_acceptance(k) if nodes is None else None for k, (cost, nodes) in by_length.items()}
-            for b, by_length in costs.items()
-        },
-        by_turn=groups.get("turn", {}),
-        by_part=groups.get("part", {}),
-        by_context=groups.get("context", {}),
+        by_category=groups["category"],
+        predicted_speedup={b: _predicted(measured, table, drafter, replay, lengths, b) for b in sizes if table},
+        by_context=groups["context"],
     )
 
 
-def _of_group(
-    table: CostTable | None, drafter: Drafter, replay: Replay, lengths: Sequence[int], sizes: Sequence[int]
-) -> CurveGroup:
+def _of_group(replay: Replay, lengths: Sequence[int]) -> CurveGroup:
     """Return the figures of one group's replay."""
-    return CurveGroup(
-        len(replay.texts),
-        replay.alpha,
-        {k: replay.mean_acceptance_length[k] for k in lengths},
-        round(sum(replay.tokens_and_rounds(lengths[0])[0])),
-        _by_rows(table, drafter, replay, lengths, sizes),
-        _draft_shares(drafter, replay, lengths) if drafter.members else None,
-    )
-
-
-def _draft_shares(drafter: Drafter, replay: Replay, lengths: Sequence[int]) -> dict[str, dict[int, DraftShare]]:
-    """Return by name, then γ, what each drafter drafted of those that take turns."""
-    columns: dict[tuple[int, int, str], tuple[list[float], list[float]]] = {}
-    for k in lengths:
-        tokens, rounds = replay.tokens_and_rounds(k)
-        stretches = [text.stretches for text in replay.texts if text.stretches is not None]
-        for index in range(len(drafter.sources)):
-            # A text in which a drafter has no turn may not list it.
-            started = [float(of.rounds[k][index : index + 1].sum()) for of in stretches]
-            accepted = [float(of.accepted[k][index : index + 1].sum()) for of in stretches]
-            columns |= {(index, k, "rounds"): (started, rounds), (index, k, "accepted"): (accepted, tokens)}
-    found = ratios(columns)
-    return {
-        name: {k: DraftShare(found[index, k, "rounds"], found[index, k, "accepted"]) for k in lengths}
-        for index, name in enumerate(drafter.sources)
-    }
-
-
-def _by_rows(
-    table: CostTable | None, drafter: Drafter, replay: Replay, lengths: Sequence[int], sizes: Sequence[int]
-) -> dict[int, dict[int, Estimate]]:
-    """Return the speed-up by batch size, then γ, without prompts; empty where costs are unknown."""
-    predicted: dict[int, dict[int, Estimate]] = {}
-    if table is None:
-        return predicted
-    for rows in sizes:
-        if drafter.members:
-            predicted[rows] = _taking_turns(table, drafter, replay, lengths, rows)
-            continue
-        cost = table.at(drafter.name, rows)
-        predicted[rows] = {
-            k: replay.mean_acceptance_length[k].scaled(cost.speedup(1.0, k, nodes_of(drafter, replay, k, rows)))
-            for k in lengths
-        }
-    return predicted
-
-
-def _taking_turns(
-    table: CostTable, drafter: Drafter, replay: Replay, draft_lengths: Sequence[int], rows: int
-) -> dict[int, Estimate]:
-    """Return the speed-up by γ of `rows` texts at a time where drafters take turns, without prompts."""
-    costs = [table.at(name, rows) for name in _members(drafter)]
-    plain, columns = costs[0].target[1] + costs[0].plain_overhead, {}
-    for k in draft_lengths:
-        seconds = text_seconds(costs, [text.sizes[k] for text in replay.texts], drafter.lengths(k), rows)
-        columns[k] = [plain * tokens for tokens in replay.tokens_and_rounds(k)[0]], seconds
-    return ratios(columns)
+    tokens = round(sum(replay.tokens_and_rounds(lengths[0])[0]))
+    lengths_of = {k: replay.mean_acceptance_length[k] for k in lengths}
+    return CurveGroup(len(replay.texts), replay.alpha, lengths_of, tokens)
 
 
 def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
@@ -241,7 +141,7 @@ def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
     worst: dict[tuple[str, int], float] = {}
     for curve in curves:
         if curve.verifier == PROBABILISTIC:
-            for by_length in curve.predicted_speedup_with_prompt.values():
+            for by_length in curve.predicted_speedup.values():
                 for k, estimate in by_length.items():
                     key = curve.proposer.name, k
                     worst[key] = min(worst.get(key, float("inf")), estimate.value or 0.0)
@@ -274,19 +174,6 @@ def costs_entry(measured: Measured) -> CostsEntry | None:
         prefill_seconds=table.prefill_seconds,
         tables=measured.tables,
     )
-
-
-def planner_check(runs: Sequence[Run]) -> PlannerCheck | None:
-    """Return how far predicted speed-ups are from measured ones; None without predictions."""
-    points = []
-    for run in runs:
-        predicted = None if run.predicted_speedup is None else run.predicted_speedup.value
-        if predicted is not None and run.speedup.value is not None:
-            setting = run.proposer.name, run.draft_length, run.batch_size, run.temperature
-            points.append(Prediction(*setting, predicted=predicted, measured=run.speedup.value))
-    if not points:
-        return None
-    return PlannerCheck(median(abs(point.predicted / point.measured - 1) for point in points), points)
 
 
 def by_load(measured: Measured) -> list[ByLoad]:

@@ -1,4 +1,4 @@
-"""The stages of a run of `measure`: decode, complete, replay, measure costs, draw trees, certify."""
+"""The stages of a run of `measure`: decode, complete, replay, measure costs, certify."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.cost_file import measured_costs, priced_proposers
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.every_round import expected_texts
-from draftsmith.scripts.measure.replays import replay_all, tree_pictures
+from draftsmith.scripts.measure.replays import replay_all
 from draftsmith.scripts.measure.side_by_side import decode_side_by_side
 from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
@@ -41,10 +41,6 @@ def run_stages(measured: Measured, tables: list[CostTable] | None, unfinished: U
         with unfinished.attempt("measuring costs"):
             tables = _costs(measured, unfinished)
     measured.tables = tables
-    # The pictures rank bare logits, so penalties would make them wrong.
-    if 0.0 in measured.texts and not measured.sampler(0.0).processors:
-        with unfinished.attempt("drawing trees"):
-            measured.trees = tree_pictures(measured)
     measured.lossless = certify_runs(measured, unfinished)
 
 
@@ -95,7 +91,7 @@ def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> N
     if temperature not in measured.texts:
         return
     with unfinished.attempt(f"replay at T = {temperature:g}"):
-        longest = max(REPLAYED_LENGTHS, *measured.config.draft_lengths)
+        longest = max(REPLAYED_LENGTHS, *measured.config.draft_length)
         by_drafter, first = replay_all(measured, temperature, range(1, longest + 1))
         measured.replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
         measured.first_heads |= {(temperature, name): replay for name, replay in first.items()}

@@ -16,7 +16,7 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.report.types import Failure, TreePicture, Verifier
+from draftsmith.scripts.report.types import Failure, Verifier
 from draftsmith.scripts.serving.reconcile.rounds import ExpectedText
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
@@ -84,16 +84,6 @@ def categories_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     return dict(sorted(categories.items()))
 
 
-def turns_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Return the indices of the conversations that ask for each turn of the assistant; empty if all ask for one."""
-    turns: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        if prompt.messages is not None:
-            before = sum(message["role"] == "assistant" for message in prompt.messages)
-            turns.setdefault(before + 1, []).append(index)
-    return {str(turn): turns[turn] for turn in sorted(turns)} if len(turns) > 1 else {}
-
-
 @dataclass
 class Measured:
     """One run of `measure`: its input, and the results so far."""
@@ -112,7 +102,6 @@ class Measured:
     """Replays of a tree's first token, for trees that cannot be replayed."""
     tables: Sequence[CostTable] = ()
     lossless: dict[tuple[float, int, Method], Certificate] = field(default_factory=dict)
-    trees: Sequence[TreePicture] = ()
     rounds: list[ExpectedText] = field(default_factory=list)
     failures: Sequence[Failure] = ()
     compared: list[tuple[int, Sequence[float]]] = field(default_factory=list)
@@ -156,10 +145,5 @@ class Measured:
         return categories_of(self.prompts)
 
     def costs(self, temperature: float) -> CostTable | None:
-        """Return the costs at a temperature, near the texts' mean length; None if not measured."""
-        texts = self.texts.get(temperature)
-        if texts is None:
-            return None
-        mean = sum(len(ids) + len(text) / 2 for ids, text in zip(self.prompt_ids, texts, strict=True)) / len(texts)
-        tables = [table for table in self.tables if table.temperature == temperature]
-        return min(tables, key=lambda table: abs(table.context - mean), default=None)
+        """Return the costs at a temperature; None if not measured."""
+        return next((table for table in self.tables if table.temperature == temperature), None)

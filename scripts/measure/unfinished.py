@@ -25,7 +25,7 @@ T = TypeVar("T")
 SCHEMA = "draftsmith.unfinished/1"
 DIRECTORY, SETTINGS = ".unfinished", "settings.json"
 MAY_CHANGE = (
-    *("output", "costs", "measure_costs", "min_speedup", "min_gain", "gate_temperature", "gate_batch_size"),
+    *("output", "costs", "min_speedup", "min_gain"),
     *("confidence", "trust_remote_code"),
 )
 """Settings that do not change what is decoded: the output, what is timed in addition, and the verdict."""

@@ -143,19 +143,17 @@ def judge(
     demands: Demands,
     gate: Gate | None,
     confidence: float,
-    decides: Callable[[Setting], bool],
     say: Callable[[Run, Estimate, str], str],
     at_once: str = "batch size {}",
 ) -> tuple[Gate | None, Recommendation]:
     """Return the judged gate, if there is one, and the recommendation with a verdict for each setting.
 
     Each setting has a best configuration of its own. The recommendation and the gate are about one configuration that
-    passes in all settings that decide, because a server is started with one.
+    passes in all settings, because a server is started with one.
 
     Args:
         runs: at least one.
         demands: the speed-up's first; their intervals hold together for all runs.
-        decides: whether the gate is about a setting.
         say: a sentence on a run's speed-up without its full stop, from both and the setting in words.
         at_once: the batch size in words.
     """
@@ -166,7 +164,6 @@ def judge(
         barred = any(lines for what, lines in failures.items() if what.startswith(GAIN))
         judged.append(JudgedRun(run, failures, barred or run.lossless.passed is False))
     settings = list(dict.fromkeys(run.setting for run in runs))
-    deciding = [setting for setting in settings if decides(setting)] or settings  # the named settings may have failed
 
     def best_in(*among: Setting) -> Best:
         return best_of([entry for entry in judged if entry.run.setting in among], observations, len(judged))
@@ -180,30 +177,21 @@ def judge(
     for setting in settings:
         best = best_in(setting)
         reason = f"{sentence(best)}." if not best.failures else _unshown(best, sentence(best))
-        verdicts.append(
-            SettingVerdict(
-                *setting,
-                not best.failures,
-                reason,
-                *best.slowest.key[:2],
-                best.speedup,
-                setting in deciding,
-                best.departs,
-            )
-        )
-    # One configuration for all deciding settings, which need not be the best of any single one.
-    best = best_in(*deciding)
+        key = best.slowest.key[:2]
+        verdicts.append(SettingVerdict(*setting, not best.failures, reason, *key, best.speedup, best.departs))
+    # One configuration for all settings, which need not be the best of any single one.
+    best = best_in(*settings)
     parts = [GatePart(what, not lines) for what, lines in best.parts.items()]
     gate = gate and replace(gate, passed=not best.failures, failures=best.failures, parts=parts)
-    pays = [verdict for verdict in verdicts if verdict.go and verdict.decides]
+    pays = [verdict for verdict in verdicts if verdict.go]
     if not best.failures:
         reason = f"{sentence(best)}."
-    elif gate is None and len(pays) == len(deciding):
+    elif gate is None and len(pays) == len(settings):
         reason = f"Each setting has a drafter that pays, but no drafter with one γ pays in all: {best.failures[0]}."
     elif gate is None and pays:
         names = setting_names(settings, at_once)
         where = "; ".join(names[verdict.temperature, verdict.batch_size] for verdict in pays)
-        losing_reason = next(verdict.reason for verdict in verdicts if verdict.decides and not verdict.go)
+        losing_reason = next(verdict.reason for verdict in verdicts if not verdict.go)
         reason = f"Deploy where it pays: {where}. {losing_reason}"
     elif gate is None:
         reason = f"Don't deploy. As measured, {_unshown(best, sentence(best))}"
@@ -254,7 +242,6 @@ def judge_runs(
     confidence: float,
     advice: str | None,
     require_law: bool = True,
-    decides: Callable[[Setting], bool] = lambda setting: True,
 ) -> tuple[Gate | None, Recommendation]:
     """Return the judged gate of decoded runs, if there is one, and the recommendation.
 
@@ -294,7 +281,7 @@ def judge_runs(
         drafter = f"{run.proposer.name} with γ = {run.draft_length}"
         return f"{drafter} decodes {times} times as fast as plain decoding ({where}{level_words(confidence)})"
 
-    gate, recommendation = judge(may_be_deployed, observations, demands, gate, confidence, decides, say)
+    gate, recommendation = judge(may_be_deployed, observations, demands, gate, confidence, say)
     how = _how_judged(may_be_deployed, recommendation, confidence, level)
     return gate, replace(recommendation, reason=" ".join(filter(None, (recommendation.reason, advice))), judged=how)
 

@@ -21,7 +21,7 @@ INK, SOFT, LINE, PAPER, GOOD = VARIABLES
 SERIES = 6
 MARKERS, GLYPHS = ("o", "s", "^", "D", "v", "P"), "●■▲◆▼✚"
 Form = Literal["curve", "other_curve", "points"]
-WIDTH = 6.0  # the width of a chart in inches; the page scales it
+SIZE = (6.0, 3.4)  # the size of a chart in inches; the page scales it
 OPTIONS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "draftsmith",
@@ -44,19 +44,19 @@ OPTIONS: Any = {
 
 @dataclass(frozen=True)
 class Style:
-    """A drafter's style in every chart: a colour and, for colour-blind readers, a shape. -1 is the target."""
+    """A drafter's style in every chart: a colour and, for colour-blind readers, a shape."""
 
     number: int
 
     @property
     def colour(self) -> str:
         """The colour for matplotlib."""
-        return INK if self.number < 0 else f"#ab00{self.number % SERIES:02x}"
+        return f"#ab00{self.number % SERIES:02x}"
 
     @property
     def variable(self) -> str:
         """The CSS variable of the colour."""
-        return "--ink" if self.number < 0 else f"--s{self.number % SERIES}"
+        return f"--s{self.number % SERIES}"
 
     @property
     def marker(self) -> str:
@@ -112,7 +112,7 @@ def line_chart(
     tick.
     """
     with matplotlib.rc_context(OPTIONS):
-        figure, axes = _axes((WIDTH, 3.4), x, y)
+        figure, axes = _axes(x, y)
         if level is not None:
             axes.axhline(level, color=SOFT, linewidth=1, dashes=(4, 3))
         points = [s for s in series if s.form == "points"]
@@ -125,7 +125,9 @@ def line_chart(
                 # Shift points of different drafters sideways, so that their bars do not overlap.
                 aside = (points.index(line) - (len(points) - 1) / 2) * step
                 moved = [p + aside for p in xs]
-                _bars(axes, moved, values, list(known.values()), style)
+                arms: Any = list(zip(*(e.arms() for e in known.values()), strict=True))
+                bars: Any = {"fmt": style.marker, "color": style.colour, "markersize": 6, "elinewidth": 1.6}
+                axes.errorbar(moved, values, yerr=arms, **bars)
                 for place, value in zip(moved, values, strict=True):
                     if place - aside == line.ringed:
                         axes.plot(place, value, "o", mfc="none", mec=GOOD, mew=2, ms=14, zorder=5)
@@ -147,83 +149,14 @@ def line_chart(
         return _svg(figure, name)
 
 
-@dataclass(frozen=True)
-class Mark:
-    """One drafter's estimate in one row of a dot chart."""
-
-    row: str
-    style: Style
-    estimate: Estimate
-
-
-def dot_chart(
-    name: str, marks: Sequence[Mark], x: str, span: tuple[float, float], level: float | None = None
-) -> Markup:
-    """Draw a row for each category, with a dot and its interval for each drafter, over x within `span`."""
-    with matplotlib.rc_context(OPTIONS):
-        rows = list(dict.fromkeys(mark.row for mark in marks))
-        labels = [_short(row) for row in rows]
-        left = 0.3 + 0.085 * max(map(len, labels))
-        crowd = max(sum(m.row == row for m in marks) for row in rows)
-        figure, axes = _axes((WIDTH, 0.6 + (0.22 + 0.1 * crowd) * len(rows)), x, "", left)
-        axes.grid(axis="y", visible=False)
-        if level is not None:
-            axes.axvline(level, color=SOFT, linewidth=1, dashes=(4, 3))
-        for height, row in enumerate(rows):
-            row_marks = [m for m in marks if m.row == row]
-            for i, mark in enumerate(row_marks):
-                y, value = height + (i - (len(row_marks) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
-                _bars(axes, [y], [value], [mark.estimate], mark.style, upright=False)
-        axes.set_yticks(range(len(rows)), labels)
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(*span)
-        axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
-        return _svg(figure, name)
-
-
-def check_chart(name: str, points: Sequence[tuple[Style, float, float]], band: float = 0.1) -> Markup:
-    """Draw measured over predicted speed-ups, with the diagonal and a relative band around it."""
-    with matplotlib.rc_context(OPTIONS):
-        figure, axes = _axes((WIDTH, 4.6), "predicted speed-up", "measured speed-up")
-        values = [v for _, *pair in points for v in pair]
-        room = 0.08 * (max(values) - min(values) or max(values))
-        low, high = min(values) - room, max(values) + room
-        ends = [low, high]
-        below, above = [v * (1 - band) for v in ends], [v * (1 + band) for v in ends]
-        axes.fill_between(ends, below, above, color=SOFT, alpha=0.16, linewidth=0)
-        axes.plot(ends, ends, color=SOFT, linewidth=1)
-        for style, predicted, measured in points:
-            axes.plot(predicted, measured, style.marker, color=style.colour, markersize=6, alpha=0.9)
-        axes.set_xlim(low, high)
-        axes.set_ylim(low, high)
-        return _svg(figure, name)
-
-
-def _axes(size: tuple[float, float], x: str, y: str, left: float = 0.66) -> tuple[Figure, Axes]:
+def _axes(x: str, y: str) -> tuple[Figure, Axes]:
     # Fixed margins in inches: a tight layout would make matplotlib draw everything twice.
-    (width, height), (bottom, rest) = size, (0.5, 0.1)
-    figure = Figure(figsize=size)
+    (width, height), (left, bottom, rest) = SIZE, (0.66, 0.5, 0.1)
+    figure = Figure(figsize=SIZE)
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + rest) / width, 1 - (bottom + rest) / height))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     return figure, axes
-
-
-def _bars(
-    axes: Axes, places: list[float], values: list[float], estimates: list[Estimate], style: Style, upright: bool = True
-) -> None:
-    arms = list(zip(*(e.arms() for e in estimates), strict=True))
-    look: dict[str, Any] = {"fmt": style.marker, "color": style.colour, "markersize": 6, "elinewidth": 1.6}
-    if upright:
-        axes.errorbar(places, values, yerr=arms, **look)
-    else:
-        axes.errorbar(values, places, xerr=arms, **look)
-
-
-def _short(words: str, most: int = 22) -> str:
-    words = "".join(c if c.isprintable() else " " for c in words)
-    return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def _svg(figure: Figure, name: str) -> Markup:

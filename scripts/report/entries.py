@@ -4,7 +4,7 @@ Costs are seconds and bytes on the measuring machine, and what they predict.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from draftsmith.decode.measurement.costs import CostTable
@@ -17,8 +17,8 @@ Source = Literal["answers", "parts", "counters"]
 arrived, one a step. counters: the counters alone, without intervals."""
 
 
-Grouping = Literal["category", "turn", "part", "context"]
-"""The groups into which a report divides acceptance: of prompts, the last two of tokens."""
+Grouping = Literal["category", "context"]
+"""The groups into which a report divides acceptance: of prompts, and of tokens by the length before them."""
 
 
 class Limited:
@@ -57,21 +57,11 @@ Overheads = ByNumber[float]
 
 @dataclass(frozen=True)
 class RunGroup(Entry):
-    """A run's figures for one category or turn; the speed-up is of batches that hold only its prompts."""
+    """A run's figures for one category; the speed-up is of batches that hold only its prompts."""
 
     prompts: Positive
     mean_acceptance_length: Estimate
     speedup: Estimate
-
-
-@dataclass(frozen=True)
-class DraftShare(Entry):
-    """The share of one of the drafters that take turns."""
-
-    rounds: Estimate
-    """The share of the rounds that start at a token of the group."""
-    accepted: Estimate
-    """The share of the group's tokens that are accepted drafts of this drafter; the target's own are no one's."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +73,6 @@ class CurveGroup(Entry):
     alpha: Estimate
     mean_acceptance_length: ByNumber[Estimate]
     tokens: Count | None = None
-    predicted_speedup: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
-    """The prediction as in `Curve`; for a length of context only where costs were measured at such a length."""
-    drafters: Mapping[str, ByNumber[DraftShare]] | None = None
-    """Who drafted, by name, then draft length; null for drafters that take no turns."""
 
 
 @dataclass(frozen=True)
@@ -104,53 +90,12 @@ class Costs(Entry):
     plain_overhead_seconds: Overheads
     prefill_seconds: Seconds
     tables: NonEmpty[CostTable]
-    """The measured tables, one for each context and temperature."""
+    """The measured tables, one for each temperature."""
 
     @property
     def doubts(self) -> list[str]:
         """A line for each quantity whose two measurements disagree."""
         return [line for table in self.tables for line in table.doubts]
-
-
-@dataclass(frozen=True)
-class Prediction(Entry):
-    """A run's predicted and measured speed-up."""
-
-    proposer: Name
-    draft_length: Positive
-    batch_size: Positive
-    temperature: Temperature
-    predicted: float
-    measured: AboveZero
-
-
-@dataclass(frozen=True)
-class PlannerCheck(Entry):
-    """The error of predicted speed-ups against measured ones."""
-
-    median_relative_error: NotNegative
-    points: Sequence[Prediction]
-
-
-@dataclass(frozen=True)
-class DrafterMemory(Entry):
-    """The memory of a drafter."""
-
-    weights_bytes: Count
-    cache_bytes_per_token: Count | None
-    state_bytes: Count | None = 0
-    """Bytes of a row's states after one token; a round keeps those after K + 2, however long the text is."""
-
-
-@dataclass(frozen=True)
-class Memory(Entry):
-    """The memory of target and drafters."""
-
-    target_bytes: Count
-    target_cache_bytes_per_token: Count | None
-    drafters: Mapping[str, DrafterMemory]
-    target_state_bytes: Count = 0
-    """Those of the target, as of a drafter."""
 
 
 @dataclass(frozen=True)

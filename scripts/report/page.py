@@ -4,7 +4,6 @@ The page contains its styles and charts, loads nothing, and has no script. Missi
 without measurements are left out.
 """
 
-import base64
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import resources
@@ -15,19 +14,17 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.certificate import Certificate
-from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_estimate
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.kinds import title_of
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.entries import Latency
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.report.words import cliffs, gate_words, headline, load_words, turns
+from draftsmith.scripts.report.words import cliffs, headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
 from draftsmith.train.files import write_atomically
-from draftsmith.train.kinds.quantities import size
 
 NONE = "–"
-BUCKETS = (0.05, 0.35, 0.65, 0.95)  # the limits between the colours of a token's acceptance
 MUCH_REPEATED = 0.25  # the share of repeated n-grams from which the page warns, more than code or tables usually have
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
 SOURCES = {
@@ -55,10 +52,8 @@ def render_page(report: Report) -> str:
         opening=opening,
         headline=headline(report),
         winners=report.winners(),
-        gated=gate_words(report),
         repeated=_repeated(report),
         cliffs=cliffs(report),
-        least=LEAST,
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
         lossless=partial(lossless, report=report),
@@ -72,15 +67,11 @@ def render_page(report: Report) -> str:
         # A server has a single γ: no charts over γ.
         speedups=[] if report.server else figures.speedup_panels(report, style),
         lengths=[] if report.server else figures.length_panels(report, style),
-        positions=figures.position_panels(report, style),
-        groupings=figures.groupings(report, style, opening.run.draft_length if opening.run else None),
-        loads=figures.load_panels(report, style),
+        groups=figures.group_rows(report, opening.run.draft_length if opening.run else None),
+        error=report.prediction_error(),
         load_words=load_words,
-        costs=figures.cost_panels(report, style),
         doubtful=DOUBTFUL,
-        check=figures.check_panel(report, style),
         comparisons=_comparisons(report),
-        certificate=_certificate(report),
     )
 
 
@@ -88,8 +79,7 @@ def render_page(report: Report) -> str:
 def template(package: str, name: str) -> Template:
     """Return a page's template, compiled once because compiling takes longer than rendering."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
-    environment.filters |= {"bucket": _bucket, "picture": _picture}
+    environment.filters |= {"number": number, "estimate": estimate}
     environment.tests |= {"measured": has_value}
     return environment.from_string(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
@@ -114,18 +104,6 @@ def estimate(value: Estimate | None, form: str = ".2f", unit: str = "") -> Marku
     """Format an estimate with its interval, if it has one; "–" without a value."""
     words, bracket, ends = typographic(format_estimate(value, form, unit, "interval")).partition(" [")
     return Markup("{}").format(words) + (Markup('<span class="ci">{}{}</span>').format(bracket, ends) if ends else "")
-
-
-def visible(text: str, whole: bool = False) -> str:
-    """Return a token's text with visible whitespace and the codes of unprintable characters.
-
-    Spaces become visible only if the token is the `whole` text, not within a longer one.
-    """
-    marks = {"\n": "↵" if whole else "↵\n", "\t": "⇥" if whole else "⇥\t", "\r": "␍"}
-    if whole:
-        marks[" "] = "␣"
-    shown = (marks.get(c) or (c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)
-    return "".join(shown) or "∅"
 
 
 def lossless(entry: Certificate, report: Report) -> tuple[str, str]:
@@ -193,20 +171,6 @@ def _latency(report: Report, temperature: float, concurrency: int) -> Latency | 
     return settings.get((temperature, concurrency))
 
 
-def _certificate(report: Report) -> list[dict[str, Any]]:
-    """Return a row for each different result of a drafter's certificates; empty where nothing was checked."""
-    if not any(run.lossless.checked for run in report.runs):
-        return []
-    rows: dict[Any, dict[str, Any]] = {}
-    for run in report.runs:
-        key = run.proposer.name, run.temperature, lossless(run.lossless, report)
-        row: dict[str, Any] = dict(zip(("name", "temperature", "answer"), key, strict=True))
-        row = rows.setdefault(key, row | {"draft_lengths": set(), "batch_sizes": set()})
-        row["draft_lengths"].add(run.draft_length)
-        row["batch_sizes"].add(run.batch_size)
-    return list(rows.values())
-
-
 def _comparisons(report: Report) -> list[dict[str, Any]]:
     """Return the comparisons by temperature and verifier, first those whose γ was decoded."""
     decoded = {run.draft_length for run in report.runs}
@@ -245,13 +209,3 @@ def _sentence(pair: Comparison) -> dict[str, Any]:
         "told": more == 0,
         "ending": ending,
     }
-
-
-def _bucket(acceptance: float) -> int:
-    """Return the colour of a token, from 0, rejected, to 4, accepted."""
-    return sum(acceptance >= bound for bound in BUCKETS)
-
-
-def _picture(svg: str) -> str:
-    """Return a picture as a data URL, because an SVG in an <img> can neither run scripts nor load files."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

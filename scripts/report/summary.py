@@ -5,7 +5,7 @@ import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.report.words import cliffs, gate_words, headline, load_words, turns
+from draftsmith.scripts.report.words import cliffs, headline, load_words, turns
 from draftsmith.train.kinds.quantities import count_of
 
 logger = logging.getLogger(__name__)
@@ -23,11 +23,11 @@ def markdown(report: Report) -> str:
     if gate is not None:
         required = " and ".join(part.what for part in gate.parts)
         result = "passed" if gate.passed else "failed"
-        lines += [f"Gate{gate_words(report)}: {required}, {gate.confidence:.0%} confidence: {result}."]
+        lines += [f"Gate: {required}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
     lines += [
-        "| T | B | drafter | γ | α | τ | speed-up | predicted | without prompts |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| T | B | drafter | γ | α | τ | speed-up | predicted |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for run in report.runs:
         cells = [
@@ -39,7 +39,6 @@ def markdown(report: Report) -> str:
             format_estimate(run.shown_length, spread="interval"),
             format_estimate(run.speedup, unit="×", spread="interval"),
             format_estimate(run.predicted_speedup, unit="×", spread="none"),
-            format_estimate(run.predicted_speedup_without_prompt, unit="×", spread="none"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     taking_turns = [

@@ -6,6 +6,7 @@ The fields are the keys of the file. A missing value is None, null in the file, 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Annotated, Literal
 
 from draftsmith.decode import Counts
@@ -21,11 +22,9 @@ from draftsmith.scripts.report.entries import (
     Entry,
     Grouping,
     Limited,
-    Memory,
     Name,
     NonEmpty,
     NotNegative,
-    PlannerCheck,
     Positive,
     RunGroup,
     Serving,
@@ -191,25 +190,15 @@ class Run(Entry):
     """Null where replay does not apply: trees under sampling."""
     lossless: Certificate
     by_category: Mapping[str, RunGroup] = field(default_factory=dict)
-    by_turn: Mapping[str, RunGroup] = field(default_factory=dict)
-    """The figures by turn of the assistant, where prompts ask for several."""
     repeated_ngram_share: Share | None = None
     sources: Mapping[str, Counts] | None = None
     """For drafters that take turns, the counts of their rounds, by name."""
-    speedup_over: Mapping[str, Estimate] | None = None
-    """The speed-up over each other drafter at the same temperature and batch size, with that drafter's fastest γ."""
-    predicted_speedup_without_prompt: Estimate | None = None
-    """The predicted speed-up without the forwards over the prompts, which long texts approach."""
 
     @property
     def shown_length(self) -> Estimate:
         """τ as `speedup` takes it: of all replayed texts, or as decoded where no replay agrees with the decoder."""
         replayed = None if self.replay is None or self.replay.agrees is False else self.replay.mean_acceptance_length
         return replayed or self.mean_acceptance_length
-
-    def groups(self, grouping: Grouping) -> Mapping[str, RunGroup]:
-        """Return the groups of this kind; tokens of a decoded text have none."""
-        return {"category": self.by_category, "turn": self.by_turn}.get(grouping, {})
 
     @property
     def key(self) -> tuple[str, int, int, float]:
@@ -234,32 +223,16 @@ class Curve(Entry):
     acceptance_per_position: Sequence[Estimate]
     conditional_acceptance: Sequence[Estimate]
     by_category: Mapping[str, CurveGroup]
-    predicted_speedup: ByNumber[ByNumber[Estimate]]
-    """The prediction by batch size, then draft length, without prompts; empty where costs are unknown."""
-    break_even_alpha: ByNumber[ByNumber[Share | None]]
-    """The α from which it pays by batch size, then draft length; null if no α pays, and for trees and n-grams."""
-    predicted_speedup_with_prompt: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
-    """The prediction with the forwards over the prompts of the replayed texts, as in a measured speed-up."""
-    by_turn: Mapping[str, CurveGroup] = field(default_factory=dict)
-    """The figures by turn of the assistant; empty where all prompts ask for one, as the two below with one group."""
-    by_part: Mapping[str, CurveGroup] = field(default_factory=dict)
-    """The figures by part of the texts: `answer`, `thinking` or `tool call`."""
+    predicted_speedup: ByNumber[ByNumber[Estimate]] = field(default_factory=dict)
+    """The prediction by batch size, then draft length, with the forwards over the replayed texts' prompts, as in a
+    measured speed-up; empty where costs are unknown."""
     by_context: Mapping[str, CurveGroup] = field(default_factory=dict)
-    """The figures by length of context, prompt included; a group's name is the number of tokens that it ends before."""
+    """The figures by length of context, prompt included, where there are several; a group's name is the number of
+    tokens that it ends before."""
 
     def groups(self, grouping: Grouping) -> Mapping[str, CurveGroup]:
         """Return the groups of this kind."""
-        return {
-            "category": self.by_category,
-            "turn": self.by_turn,
-            "part": self.by_part,
-            "context": self.by_context,
-        }[grouping]
-
-    @property
-    def predictions(self) -> Mapping[int, Mapping[int, Estimate]]:
-        """The predictions that measured speed-ups are compared with, by batch size, then draft length."""
-        return self.predicted_speedup_with_prompt or self.predicted_speedup
+        return self.by_category if grouping == "category" else self.by_context
 
 
 @dataclass(frozen=True)
@@ -275,50 +248,6 @@ class Comparison(Entry):
     alpha: Estimate
     more_prompts: Count | None
     """The further prompts that would tell them apart; 0: already told apart; null: equal, or nearly equal."""
-
-
-@dataclass(frozen=True)
-class TokenAcceptance(Entry):
-    """A token of a text, and the probability that it would have been accepted."""
-
-    text: str
-    acceptance: Share
-
-
-@dataclass(frozen=True)
-class TextAcceptance(Entry):
-    """A text, token by token."""
-
-    category: str | None
-    prompt: str
-    tokens: Sequence[TokenAcceptance]
-
-
-@dataclass(frozen=True)
-class RejectedToken(Entry):
-    """A token, its number of occurrences, and the expected number of its rejections."""
-
-    text: str
-    seen: Positive
-    rejected: NotNegative
-
-
-@dataclass(frozen=True)
-class Rejections(Entry):
-    """The rejections of one drafter: some texts, and tokens with the most expected rejections first."""
-
-    temperature: Temperature
-    proposer: Name
-    texts: Sequence[TextAcceptance]
-    tokens: Sequence[RejectedToken]
-
-
-@dataclass(frozen=True)
-class TreePicture(Entry):
-    """A picture of a drafter's tree."""
-
-    proposer: Name
-    svg: Annotated[str, Limited(pattern=r"^<svg\b[\s\S]*</svg>\s*$")]
 
 
 @dataclass(frozen=True)
@@ -355,8 +284,6 @@ class SettingVerdict(Entry):
     draft_length: Count | None = None
     speedup: Estimate | None = None
     """The speed-up as in `Recommendation.measured_speedup`."""
-    decides: bool = True
-    """True if the recommendation and the gate depend on this setting."""
     departs: bool = False
     """True if the text of the best run is not the target's."""
 
@@ -368,7 +295,7 @@ class SettingVerdict(Entry):
 
 @dataclass(frozen=True)
 class Recommendation(Entry):
-    """The drafter to deploy, with one γ for all deciding settings, and the reason."""
+    """The drafter to deploy, with one γ for all settings, and the reason."""
 
     go: bool
     reason: Annotated[str, Limited(minLength=1)]
@@ -414,13 +341,6 @@ class Report(Entry):
     curves: Sequence[Curve] = ()
     comparisons: Sequence[Comparison] = ()
     costs: Costs | None = None
-    planner_check: PlannerCheck | None = None
-    """Null where costs are unknown."""
-    memory: Memory | None = None
-    """Null for a server."""
-    rejections: Rejections | None = None
-    """Null where nothing was replayed."""
-    trees: Sequence[TreePicture] = ()
     gate: Gate | None = None
     """Null without requirements."""
     recommendation: Recommendation
@@ -445,6 +365,12 @@ class Report(Entry):
         chosen = self.recommendation
         winners = {verdict.key for verdict in chosen.settings if verdict.go}
         return winners or ({chosen.key} if chosen.go else set())
+
+    def prediction_error(self) -> float | None:
+        """Return the median relative error of predicted against measured speed-ups; None without predictions."""
+        pairs = [(run.predicted_speedup and run.predicted_speedup.value, run.speedup.value) for run in self.runs]
+        errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted and measured]
+        return median(errors) if errors else None
 
     def plain_runs(self) -> Sequence[PlainRun]:
         """Return plain decoding's runs; empty for a server without a baseline server."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
-from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Grouping
+from draftsmith.scripts.report.entries import ByLoad, Grouping
 from draftsmith.scripts.report.types import Curve, Environment, Report, Run
 
 MOST_NAMED = 4  # the most settings that a headline names; more are counted
@@ -42,7 +42,7 @@ def setting_names(
 
 
 def headline(report: Report) -> str:
-    """Return the verdict of each setting, the deciding ones first: "GO at T = 0: 1.39×; at T = 1: …, not shown"."""
+    """Return the verdict of each setting, those of its own word first: "GO at T = 0: 1.39×; at T = 1: …, not shown"."""
     verdicts = report.recommendation.settings
     if len(verdicts) < 2:
         return report.verdict
@@ -50,7 +50,8 @@ def headline(report: Report) -> str:
         refused = report.verdict == "NO-GO"
         count = sum(verdict.go != refused for verdict in verdicts)
         return f"{'NO-GO' if refused else 'GO'} in {count} of {len(verdicts)} settings"
-    names = _verdict_names(report)
+    settings = [(verdict.temperature, verdict.batch_size) for verdict in verdicts]
+    names = setting_names(settings, "batch size {}" if report.server is None else "{} at once")
     least = 1.0 if report.gate is None or report.gate.min_speedup is None else report.gate.min_speedup
     refused, parts, word = report.verdict == "NO-GO", list[str](), ""
     for verdict in sorted(verdicts, key=lambda verdict: verdict.go == refused):
@@ -69,19 +70,6 @@ def headline(report: Report) -> str:
     return "; ".join(parts)
 
 
-def gate_words(report: Report) -> str:
-    """Name the settings that the gate depends on, unless it depends on all."""
-    verdicts = report.recommendation.settings
-    names = _verdict_names(report)
-    deciding = [names[verdict.temperature, verdict.batch_size] for verdict in verdicts if verdict.decides]
-    return f" at {'; '.join(deciding)}" if len(deciding) < len(verdicts) else ""
-
-
-def _verdict_names(report: Report) -> dict[tuple[float, int], str]:
-    settings = [(verdict.temperature, verdict.batch_size) for verdict in report.recommendation.settings]
-    return setting_names(settings, "batch size {}" if report.server is None else "{} at once")
-
-
 def turns(run: Run) -> str | None:
     """Describe the shares of rounds and of tokens of drafters that take turns; None without turns or rounds."""
     sources = run.sources or {}
@@ -98,26 +86,11 @@ def turns(run: Run) -> str | None:
 
 
 def group_words(grouping: Grouping, name: str) -> str:
-    """Return what a group is called: a category or part by its name, "turn 2", "1k to 2k"."""
-    if grouping == "turn":
-        return f"turn {name}"
-    if grouping != "context":
+    """Return what a group is called: a category by its name, a length of context as "1k to 2k"."""
+    if grouping == "category":
         return name
     end = int(name) // 1024
     return f"{end // 2}k to {end}k" if end > 1 else "below 1k"
-
-
-def who_drafted(group: CurveGroup, draft_length: int | None) -> str | None:
-    """Describe the shares of a group's tokens that drafters who take turns drafted; None without turns."""
-    words, units = [], (" of the tokens", " of the rounds")
-    for name, by_length in (group.drafters or {}).items():
-        share = at_length(by_length, draft_length)
-        if share is None or share.accepted.value is None or share.rounds.value is None:
-            return None
-        accepted, rounds = 100 * share.accepted.value, 100 * share.rounds.value
-        words.append(f"{name} {accepted:.0f} %{units[0]} in {rounds:.0f} %{units[1]}")
-        units = ("", "")
-    return "; ".join(words) or None
 
 
 def cliffs(report: Report) -> list[str]:

@@ -28,7 +28,7 @@ def prompts(tmp_path_factory):
 
 def local(prompts, draft, output):
     """Measure the pair here: a few prompts decoded, all replayed."""
-    flags = ["--dtype", "float32", "--threads", "1", "--compiled", "false", "--measure-costs", "false", "--limit", "5"]
+    flags = ["--dtype", "float32", "--threads", "1", "--compiled", "false", "--costs", "none", "--limit", "5"]
     flags += ["--replay-limit", str(PROMPTS), "--temperature", "0,1", "--draft-length", str(GAMMA)]
     flags += ["--target", str(TARGET), "--draft", str(draft), "--prompts", str(prompts)]
     assert main(["measure", *flags, "--max-new-tokens", str(TOKENS), "--output", str(output)]) in (0, 3)

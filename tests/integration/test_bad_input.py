@@ -44,7 +44,7 @@ def command(made, tmp_path, capfd):
         decodes = {"prompts": made / "prompts.jsonl", "output": output, "max_new_tokens": 4, "limit": 2}
         given |= {
             "generate": drafts | {"prompt": "def f(x):", "max_new_tokens": 4},
-            "measure": drafts | decodes | {"measure_costs": "false", "compiled": "false"},
+            "measure": drafts | decodes | {"costs": "none", "compiled": "false"},
             "tune": drafts | decodes | {"threshold_levels": 0.1, "typical_levels": "[]", "cascade_levels": "[]"},
             "profile": drafts | decodes,
             "doctor": drafts,
@@ -161,7 +161,7 @@ def test_a_chat_template_that_fails_is_refused(command, made, tmp_path, template
 
 @pytest.mark.usefixtures("short_timing")
 def test_costs_that_are_none_are_refused(command, made, tmp_path):
-    code, err = command("measure", measure_costs="true", output=tmp_path / "measured")
+    code, err = command("measure", costs="null", output=tmp_path / "measured")
     assert code == 0, err
     costs = json.loads((tmp_path / "measured" / "costs.json").read_text())
     (table,) = costs["tables"]

@@ -155,7 +155,7 @@ def clone(tmp_path, monkeypatch):
 SHORTER = {
     "prepare": ["--samples", "2", "--max_new_tokens", "12"],
     "distill": ["--training.max_steps", "2", "--training.logging_steps", "1"],
-    "measure": ["--max-new-tokens", "8", "--limit", "2", "--measure-costs", "false", "--compiled", "false"],
+    "measure": ["--max-new-tokens", "8", "--limit", "2", "--costs", "none", "--compiled", "false"],
     "generate": ["--max_new_tokens", "12"],
 }
 """What shortens the commands of the page below."""

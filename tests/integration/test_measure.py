@@ -5,9 +5,8 @@ import functools
 import inspect
 import json
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import combinations
-from statistics import median
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
-from draftsmith.scripts.report.types import Recommendation, Report
+from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.report.words import turns
 from draftsmith.scripts.serving.draft_lengths import speculative_fields
 from draftsmith.scripts.serving.reconcile.rounds import read_rounds
@@ -87,7 +86,7 @@ def root(tmp_path_factory, tokenizer):
 def checked(root, output, page=False, **settings):
     """Measure, and require what was left in report.json to be of the schema: every report of these tests is."""
     fixed = {"target": str(root / "target"), "prompts": str(root / "prompts.jsonl"), "dtype": "float32"}
-    others = {"max_new_tokens": NEW, "draft_length": "2", "measure_costs": False, "compiled": False}
+    others = {"max_new_tokens": NEW, "draft_length": "2", "costs": "none", "compiled": False}
     with pytest.MonkeyPatch.context() as patch:
         if not page:  # it takes a second
             patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
@@ -109,7 +108,7 @@ def valid(output, report=None):
 
 
 def check_by_load(output, report):
-    """Draft lengths by load are what the curves predict, in ranges that servers take."""
+    """Draft lengths by load are in ranges that servers take, and drafting pays where there is a length."""
     assert bool(report["by_load"]) == (output / "draft_lengths.json").is_file()
     for load in report["by_load"]:
         assert load["goodput"].keys() >= {str(rows) for rows in {run["batch_size"] for run in report["runs"]}}
@@ -118,14 +117,10 @@ def check_by_load(output, report):
         assert speculates(output, load) == any(each["draft_length"] for each in ranges)
         if len(load["temperatures"]) > 1:
             continue
-        predicted = curve_of(report, load["proposer"], load["temperatures"][0])["predicted_speedup"]
-        for rows, of in predicted.items():
+        for rows, goodput in load["goodput"].items():
             chosen = next(each["draft_length"] for each in ranges if each["first"] <= int(rows) <= each["last"])
-            ratio = load["goodput"][rows]["drafting"] / load["goodput"][rows]["plain"]
-            if chosen:
-                assert ratio == pytest.approx(of[str(chosen)]["value"]) and ratio > 0.98
-            best = max(each["value"] for each in of.values())
-            assert ratio >= 0.98 * best and (chosen or best < 1.02)
+            ratio = goodput["drafting"] / goodput["plain"]
+            assert ratio > 0.98 if chosen else ratio < 1.02
 
 
 def speculates(output, load):
@@ -160,7 +155,7 @@ def measured(root):
         report = checked(
             root, root / "out", draft=str(root / "draft"), baseline_draft=str(root / "stock"),
             parallel_draft=str(root / "parallel"), medusa=str(root / "heads"), prompt_lookup=True, temperature="0,1",
-            draft_length="2,3", batch_size="1,2", measure_costs=True, page=True,
+            draft_length="2,3", batch_size="1,2", costs=None, page=True,
         )  # fmt: skip
     heard.require("prompts", "T=0, B=2", "T=1, B=1", "replay", "margins", "further tokens", "certificates", "report")
     heard.require("costs of rounds", *LOADING)
@@ -191,9 +186,7 @@ def walk(value: object):
 def brief(measured):
     """A report with one entry of each kind: to validate all of them takes ten times as long."""
     report, _ = measured
-    texts = report["rejections"]["texts"][:1]
-    lists = {name: report[name][:1] for name in ("runs", "curves", "comparisons")}
-    return report | lists | {"rejections": report["rejections"] | {"texts": texts}}
+    return report | {name: report[name][:1] for name in ("runs", "curves", "comparisons")}
 
 
 def test_the_schema_is_strict(brief):
@@ -208,7 +201,10 @@ def test_the_schema_is_strict(brief):
         (("runs", 0, "lossless", "checked"), None),
         (("curves", 0, "mean_acceptance_length", "γ"), {"value": 1.0, "ci95": None, "n": 1}),
         (("costs", "overhead_seconds", "draft", "1"), None),
-        (("rejections", "texts", 0, "tokens", 0, "acceptance"), 1.5),
+        (("runs", 0, "conditional_acceptance", 0), 1.5),
+        (("costs", "tables", 0, "context"), 0),
+        (("trees",), []),
+        (("runs",), []),
         (("recommendation", "reason"), None),
     ]:
         changed = copy.deepcopy(brief)
@@ -216,62 +212,6 @@ def test_the_schema_is_strict(brief):
         assert not VALIDATOR.is_valid(changed), path
     for key in brief:
         assert not VALIDATOR.is_valid({name: value for name, value in brief.items() if name != key}), key
-
-
-NOTHING = {"value": None, "ci95": None, "n": 0}
-GATE = {"min_speedup": 1.0, "min_gain": None, "min_alpha": None, "confidence": 0.9, "passed": True, "failures": []}
-GATE |= {"parts": [{"what": "speed-up above 1", "passed": True}]}
-UNCHECKED = dict.fromkeys(field.name for field in fields(Certificate)) | {"checked": False, "reason": "no T=0"}
-FAILED = UNCHECKED | {"checked": True, "passed": False, "p_value": 1e-9, "tokens": 100}
-NOBODY = dict.fromkeys(field.name for field in fields(Recommendation)) | {"go": False, "reason": "nothing pays"}
-NOBODY |= {"settings": []}
-RUN = ("runs", 0)
-TABLE = ("costs", "tables", 0)
-NGRAMS = {"kind": "prompt_lookup", "heads": None, "tree_nodes": None, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-@pytest.mark.parametrize(
-    ("path", "right", "wrong"),
-    [
-        ((*RUN, "speedup"), NOTHING, {"ci95": [1.0, 2.0]}),
-        ((*RUN, "tokens_per_second"), {"value": 9.0, "ci95": None, "n": 1, "median": 9.0}, {"value": None}),
-        ((*RUN, "tokens_per_second"), {"value": 9.0, "ci95": None, "n": 1, "median": 9.0}, {"median": 0}),
-        ((*RUN, "lossless"), UNCHECKED, {"reason": None}),
-        ((*RUN, "lossless"), UNCHECKED, {"passed": True}),
-        ((*RUN, "lossless"), FAILED, {"passed": None}),
-        ((*RUN, "lossless"), FAILED, {"p_value": 1.5}),
-        ((*RUN, "lossless"), FAILED, {"tokens": -1}),
-        ((*RUN, "proposer"), NGRAMS, {"heads": 3}),
-        ((*RUN, "proposer"), NGRAMS, {"prompt_lookup_min": None}),
-        ((*RUN, "proposer"), {"kind": "medusa", "heads": 3, "tree_nodes": 5}, {"heads": None}),
-        ((*RUN, "proposer"), {"kind": "medusa", "heads": 3, "tree_nodes": 5}, {"tree_nodes": None}),
-        ((*RUN, "counts"), {}, {"num_emitted_tokens": -1}),
-        ((*RUN, "counts"), {}, {"num_reached_per_pos": [2, -1]}),
-        (("gate",), GATE, {"failures": ["too slow"]}),
-        (("gate",), GATE | {"passed": False, "failures": ["too slow"]}, {"failures": []}),
-        (("gate",), GATE, {"confidence": 1}),
-        (("recommendation",), NOBODY, {"go": True}),
-        (("recommendation",), NOBODY, {"reason": ""}),
-        (("recommendation", "settings", 0), {"go": False, "proposer": None}, {"go": True}),
-        (("costs", "prefill_seconds"), {}, {"1": -1e-3}),
-        (("costs", "plain_overhead_seconds"), {"1": -1e-3}, {"0": 1e-3}),
-        ((*TABLE, "target_seconds", "1"), {}, {"1": -1e-3}),
-        ((*TABLE, "drafters", "draft", "1"), {"overhead": -1e-3}, {"step": -1e-3}),
-        (TABLE, {}, {"context": 0}),
-        (("planner_check",), {}, {"median_relative_error": -0.1}),
-        (("planner_check", "points", 0), {}, {"measured": 0}),
-        (("rejections", "tokens", 0), {"text": "a", "seen": 1, "rejected": 0.5}, {"rejected": -0.5}),
-        (("trees", 0), {"proposer": "medusa", "svg": "<svg></svg>"}, {"svg": "<script></script>"}),
-        ((), {}, {"runs": []}),
-    ],
-)
-def test_the_schema_ties_fields_together_and_knows_ranges(brief, path, right, wrong):
-    whole = {"report": copy.deepcopy(brief)}
-    *above, last = "report", *path
-    part = functools.reduce(lambda value, key: value[key], above, whole)
-    for update, valid in ((right, True), (wrong, False)):
-        part[last] = (part[last] or {}) | update
-        assert VALIDATOR.is_valid(whole["report"]) is valid, update
 
 
 def test_the_schema_is_that_of_the_dataclasses():
@@ -304,15 +244,6 @@ def test_what_was_measured(measured, root):
         assert proposer["path"] == (str(root / paths[name]) if name in paths else None)
         assert (proposer["parameters"], proposer["bytes"]) == (sizes[name], 4 * sizes[name])
     assert (proposers["medusa"]["heads"], proposers["medusa"]["tree_nodes"]) == (3, len(CHOICES))
-    assert [tree["proposer"] for tree in report["trees"]] == ["medusa"]
-    # Keys and values of one layer with 2 heads of 8 numbers, 4 bytes each.
-    memory = report["memory"]
-    assert (memory["target_bytes"], memory["target_cache_bytes_per_token"]) == (4 * parameters, 2 * 2 * 8 * 4)
-    assert {name: of["weights_bytes"] for name, of in memory["drafters"].items()} == {
-        n: 4 * s for n, s in sizes.items()
-    }
-    cached = {name: of["cache_bytes_per_token"] for name, of in memory["drafters"].items()}
-    assert cached == {"draft": 128, "stock": 128, "parallel_draft": 128, "medusa": 0, "prompt_lookup": 0}
 
 
 def test_counts_are_integers_and_ratios_are_theirs(measured):
@@ -456,6 +387,11 @@ def test_curves_cover_every_draft_length(measured):
             assert len(curve["acceptance_per_position"]) == NEW - 1 == len(curve["conditional_acceptance"])
         assert {name: of["prompts"] for name, of in curve["by_category"].items()} == {"code": 4, "prose": 1}
         assert curve["by_category"]["prose"]["mean_acceptance_length"].keys() == length.keys()
+        predicted = curve["predicted_speedup"]
+        assert list(predicted) == ["1", "2"] and all(of.keys() == length.keys() for of in predicted.values())
+    # What is predicted at γ = 16 rests on a forward of 17 tokens, not on a line through shorter ones.
+    assert all({"1", "17"} <= of.keys() for of in report["costs"]["target_seconds"].values())
+    assert all(run["predicted_speedup"]["value"] > 0 for run in report["runs"])
 
 
 def test_both_verifiers_are_the_laws_overlap(measured, root, tokenizer):
@@ -536,40 +472,13 @@ def test_categories_part_the_prompts(measured):
         assert (prose["speedup"]["value"] is None) == (run["batch_size"] == 2)
 
 
-def test_predictions_are_costs_times_acceptance(measured):
-    report, _ = measured
-    costs = report["costs"]
-    for name in NAMES:
-        curve = curve_of(report, name, 0.0)
-        assert curve["predicted_speedup"].keys() == curve["break_even_alpha"].keys() == {"1", "2"}
-        for rows, found in curve["predicted_speedup"].items():
-            assert found.keys() == curve["mean_acceptance_length"].keys()
-            if name == "prompt_lookup":  # what it verifies is what it finds
-                continue
-            k = "2"
-            nodes = len(CHOICES) if name == "medusa" else int(k)
-            target = costs["target_seconds"][rows]
-            drafting = costs["draft_seconds"][name][rows][k]
-            seconds = drafting + target[str(nodes + 1)] + costs["overhead_seconds"][name][rows]
-            seconds = max(seconds, target["1"])  # where noise left the overhead below zero
-            factor = (target["1"] + costs["plain_overhead_seconds"][rows]) / seconds
-            expected = factor * curve["mean_acceptance_length"][k]["value"]
-            assert found[k]["value"] == pytest.approx(expected, rel=1e-9)
-    # What is predicted at γ = 16 rests on a forward of 17 tokens, not on a line through shorter ones.
-    assert all({"1", "17"} <= of.keys() for of in costs["target_seconds"].values())
-    points = report["planner_check"]["points"]
-    assert len(points) == len(report["runs"]) and {p["batch_size"] for p in points} == {1, 2}
-    errors = [abs(point["predicted"] / point["measured"] - 1) for point in points]
-    assert report["planner_check"]["median_relative_error"] == pytest.approx(median(errors), rel=1e-12)
-
-
 def test_a_parallel_draft_with_a_tree_drafts_it(root, tmp_path):
     shutil.copytree(root / "parallel", tmp_path / "tree")
     config = json.loads((root / "parallel/config.json").read_text())
     (tmp_path / "tree/config.json").write_text(json.dumps(config | {"parallel_tree": CHOICES}))
     report = checked(
         root, tmp_path / "out", parallel_draft=str(tmp_path / "tree"), temperature="0,1", draft_length="3",
-        measure_costs=True,
+        costs=None,
     )  # fmt: skip
     greedy, drawn = report["runs"]
     for run in report["runs"]:
@@ -582,44 +491,34 @@ def test_a_parallel_draft_with_a_tree_drafts_it(root, tmp_path):
     assert drawn["replay"] is None and 0 < drawn["alpha"]["value"] < 1  # of the first token
     (curve,) = report["curves"]
     assert list(curve["mean_acceptance_length"]) == ["2"]
-    assert [tree["proposer"] for tree in report["trees"]] == ["parallel_draft"]
     text = printed(report, tmp_path)
     assert f"parallel_draft/{len(CHOICES)}" in text
 
 
-@pytest.fixture(scope="module")
-def eagle_heads(root, tokenizer):
+def test_eagle_heads_are_measured(root, tmp_path, tokenizer):
     target = load_model(root / "target")
     ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
     texts = [text[-NEW:] for text in own_texts(target, ids, max_new_tokens=NEW, do_sample=False)]
-    return train_eagle(target, EagleHeads.of_target(target), texts, steps=40, rate=1e-2, depth=1)
-
-
-@pytest.mark.parametrize("choices", [None, CHOICES])
-def test_eagle_heads_are_measured(root, tmp_path, eagle_heads, choices):
-    heads = eagle_heads
-    heads.config.eagle_tree = choices
+    heads = train_eagle(target, EagleHeads.of_target(target), texts, steps=40, rate=1e-2, depth=1)
+    heads.config.eagle_tree = CHOICES
     heads.save_pretrained(tmp_path / "eagle")
     report = checked(
-        root, tmp_path / "out", eagle=str(tmp_path / "eagle"), temperature="0,1", draft_length="2", measure_costs=True,
+        root, tmp_path / "out", eagle=str(tmp_path / "eagle"), temperature="0,1", draft_length="2", costs=None,
     )  # fmt: skip
     greedy, drawn = report["runs"]
     for run in report["runs"]:
-        assert run["proposer"]["kind"] == "eagle" and run["proposer"]["tree_nodes"] == (choices and len(choices))
+        assert run["proposer"]["kind"] == "eagle" and run["proposer"]["tree_nodes"] == len(CHOICES)
         assert run["proposer"]["parameters"] == heads.num_parameters()
         counts = run["counts"]
         assert run["draft_length"] == 2 and counts["num_accepted_tokens"] > 0 and run["predicted_speedup"]["value"] > 0
     assert greedy["replay"]["agrees"] is True and 0 < drawn["alpha"]["value"] < 1
-    # Keys and values of one layer with 2 heads of 8 numbers, 4 bytes each.
-    assert report["memory"]["drafters"]["eagle"]["cache_bytes_per_token"] == 2 * 2 * 8 * 4
     assert "eagle" in printed(report, tmp_path)
 
 
 def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
-    members = f"prompt_lookup+{root / 'draft'}"
-    drafters = [f"hybrid:{members}@match=1"]
-    fixed = {"drafter": drafters, "temperature": "0,1", "batch_size": "1,2", "measure_costs": True}
-    report = checked(root, tmp_path / "out", page=True, **fixed)
+    drafters = [f"hybrid:prompt_lookup+{root / 'draft'}@match=1"]
+    fixed = {"drafter": drafters, "temperature": "0,1", "batch_size": "1,2"}
+    report = checked(root, tmp_path / "out", page=True, costs=None, **fixed)
     tables = report["costs"]["tables"]
     names = {"hybrid", "hybrid/prompt_lookup", "hybrid/draft"}
     assert all(table["drafters"].keys() == names for table in tables)
@@ -650,41 +549,6 @@ def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
         checked(root, tmp_path / "third", **fixed, costs=str(costs))
 
 
-def test_a_drafter_can_have_a_draft_length_of_its_own(root, tmp_path):
-    hybrid = f"turns=hybrid:suffix:1+{root / 'draft'}@match=1,last=2"
-    report = checked(
-        root, tmp_path, drafter=["suffix:1", f"draft={root / 'draft'}", hybrid], draft_length=1,
-        draft_length_of={"suffix": [2, 3], "turns": [3]},
-    )  # fmt: skip
-    decoded = [(run["proposer"]["name"], run["draft_length"]) for run in report["runs"]]
-    assert decoded == [("suffix", 2), ("suffix", 3), ("draft", 1), ("turns", 3)]
-    of_turns = report["runs"][-1]
-    assert len(of_turns["sources"]["draft"]["num_draft_tokens_per_pos"]) == 2  # `last`
-    assert of_turns["speedup_over"].keys() == {"suffix", "draft"}
-    for name, over in of_turns["speedup_over"].items():
-        fastest = max(run["speedup"]["value"] for run in report["runs"] if run["proposer"]["name"] == name)
-        assert over["value"] == pytest.approx(of_turns["speedup"]["value"] / fastest, rel=1e-6)
-    assert all(run["speedup_over"] is None for run in report["runs"][:-1])
-
-
-def test_rejections_add_up(measured, tokenizer):
-    report, decoded = measured
-    rejections = report["rejections"]
-    assert (rejections["temperature"], rejections["proposer"]) == (0.0, "draft")
-    plain = {group.rows[0].prompt: group.rows[0].tokens for group in decoded[0.0, 1][Method()]}
-    # One text of each category first, then the others.
-    for place, text in zip((0, 2, 1, 3, 4, 5), rejections["texts"], strict=True):
-        assert (text["prompt"], text["category"]) == PROMPTS[place]
-        assert "".join(token["text"] for token in text["tokens"]) == tokenizer.decode(plain[place])
-        assert len(text["tokens"]) == NEW and all(token["acceptance"] in (0.0, 1.0) for token in text["tokens"])
-    rejected = [of["rejected"] for of in rejections["tokens"]]
-    assert rejected == sorted(rejected, reverse=True) and all(
-        of["rejected"] <= of["seen"] for of in rejections["tokens"]
-    )
-    # The 30 tokens listed hold all that this draft misses.
-    assert sum(rejected) == sum(1 - token["acceptance"] for text in rejections["texts"] for token in text["tokens"]) > 0
-
-
 def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
     report, _ = measured
     shutil.copytree(root / "heads", tmp_path / "chain")
@@ -708,31 +572,19 @@ def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
             pairs.append(tuple(r["replay"]["mean_acceptance_length"] for r in (run, full)))
             for own, other in pairs:
                 assert own["value"] == pytest.approx(other["value"], rel=1e-6)
-    assert fewer["trees"] == []
     text = printed(fewer, tmp_path)
     assert text.startswith("2 prompts (6 for") and " medusa " in text and "medusa/" not in text
     # Nothing is predicted without costs.
-    assert fewer["costs"] is fewer["planner_check"] is None and not (tmp_path / "out/costs.json").exists()
+    assert fewer["costs"] is None and not (tmp_path / "out/costs.json").exists()
     assert all(run["predicted_speedup"] is None for run in fewer["runs"])
-    assert all(curve["predicted_speedup"] == curve["break_even_alpha"] == {} for curve in fewer["curves"])
-
-
-def test_heads_are_measured_alone(measured, root, tmp_path):
-    report, _ = measured
-    alone = checked(root, tmp_path, medusa=str(root / "heads"), temperature="0,1", draft_length="8")
-    assert len(alone["runs"]) == 2 and alone["comparisons"] == []
-    for run in alone["runs"]:
-        assert run["gain_over_baseline_draft"] is None
-        # What stands beside them changes nothing that is counted.
-        (beside,) = runs_of(report, "medusa", temperature=run["temperature"], batch_size=1)
-        assert run["counts"] == beside["counts"] and run["alpha"] == beside["alpha"]
+    assert all(curve["predicted_speedup"] == {} for curve in fewer["curves"])
 
 
 def test_prompt_lookup_looks_for_what_it_is_told(root, tmp_path):
-    fixed = {"prompt_lookup": True, "draft_length": "3", "max_new_tokens": 30}
+    fixed = {"draft_length": "3", "max_new_tokens": 30}
     sizes, drafted = [], []
-    for name, told in (("default", {}), ("longer", {"prompt_lookup_min": 2, "prompt_lookup_max": 4})):
-        (run,) = checked(root, tmp_path / name, **fixed, **told)["runs"]
+    for drafter in ("prompt_lookup", "prompt_lookup:2-4"):
+        (run,) = checked(root, tmp_path / drafter, **fixed, drafter=[drafter])["runs"]
         sizes.append((run["proposer"]["prompt_lookup_min"], run["proposer"]["prompt_lookup_max"]))
         drafted.append(run["counts"]["num_draft_tokens"])
     assert sizes == [(1, 3), (2, 4)]
@@ -742,7 +594,7 @@ def test_prompt_lookup_looks_for_what_it_is_told(root, tmp_path):
 def test_what_is_not_measured_is_null_and_never_zero(root, tmp_path):
     report = checked(
         root, tmp_path / "out", draft=str(root / "draft"), prompt_lookup=True, temperature=[0, 1], limit=1,
-        max_new_tokens=1, measure_costs=True, page=True,
+        max_new_tokens=1, costs=None, page=True,
     )  # fmt: skip
     assert report["prompts"]["count"] == 1 and report["gate"] is None
     for run in report["runs"]:
@@ -799,9 +651,7 @@ def test_costs_are_used_again(measured, root, tmp_path, monkeypatch):
         raise AssertionError("costs were measured again")
 
     monkeypatch.setattr(stages, "measured_costs", again)
-    found = checked(
-        root, tmp_path, draft=str(root / "draft"), limit=2, measure_costs=True, costs=str(root / "out/costs.json")
-    )
+    found = checked(root, tmp_path, draft=str(root / "draft"), limit=2, costs=str(root / "out/costs.json"))
     tables = json.loads((root / "out/costs.json").read_text())["tables"]
     assert found["costs"]["tables"] == report["costs"]["tables"] == tables
     assert found["costs"]["draft_seconds_per_token"].keys() == {"draft"}
@@ -836,7 +686,7 @@ def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_
 
 def flags_of(root, output, **settings) -> list[str]:
     fixed = {"target": root / "target", "prompts": root / "prompts.jsonl", "output": output / "out"}
-    fixed |= {"dtype": "float32", "draft_length": 2, "max_new_tokens": NEW, "measure_costs": "false"}
+    fixed |= {"dtype": "float32", "draft_length": 2, "max_new_tokens": NEW, "costs": "none"}
     fixed |= {"compiled": "false"}
     return [part for name, value in (fixed | settings).items() for part in (f"--{name}", str(value))]
 
@@ -863,28 +713,6 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
     assert "\nGO " in out and f"report: {tmp_path / 'out/report.html'}" in out
     assert summary.startswith("## draftsmith: GO\n") and "95% confidence: passed." in summary
     assert (tmp_path / "steps.md").read_text() == "before\n" + summary
-
-
-def test_the_gate_is_about_the_settings_that_are_named(root, tmp_path, capsys, monkeypatch):
-    """Without a test of the law there is no GO above T=0."""
-    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
-    argv = flags_of(root, tmp_path, draft=root / "draft", temperature="0,1", lossless_tokens=0, min_speedup=0.001)
-    assert main([*argv, "--gate_temperature", "0"]) == 0
-    report = valid(tmp_path / "out")
-    assert report["gate"]["passed"] and report["recommendation"]["go"] and report["recommendation"]["temperature"] == 0
-    verdicts = report["recommendation"]["settings"]
-    assert [(each["temperature"], each["go"], each["decides"]) for each in verdicts] == [
-        (0, True, True),
-        (1, False, False),
-    ]
-    out, summary = capsys.readouterr().out, (tmp_path / "out/summary.md").read_text()
-    assert "\nGO at T = 0: " in out and "Gate at T = 0: speed-up above 0.001" in summary
-    assert "\n  NO-GO  the distribution of the text was not tested" in out
-    assert main([*argv, "--gate_temperature", "1"]) == 3
-    assert "; GO at T = 0: " in capsys.readouterr().out
-    for flag, measured in (("--gate_temperature", "0, 1"), ("--gate_batch_size", "1")):
-        said = fails(capsys, [*argv, flag, "5"])
-        assert f"{flag[2:]}: expected some of those measured, {measured}, found 5" in said
 
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
@@ -943,19 +771,14 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--draft_length", "4,0"], "draft_length: expected at least 1 and at most 256, found 0"),
         (["--draft_length", "many"], "draft_length: expected numbers separated by commas, found 'many'"),
         (["--draft_length", "1.5"], "draft_length"),
-        (["--draft_length_of", '{"none": 2}'], "draft_length_of: expected drafters out of draft, found none"),
-        (["--draft_length_of", '{"draft": 0}'], "draft_length_of: draft: expected at least 1 and at most 256, found 0"),
-        (["--draft_length_of", '{"draft": []}'], "draft_length_of: draft: expected at least one number, found none"),
         (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),
         (["--temperature=-1"], "temperature: expected a finite number, at least 0, found -1.0"),
         (["--batch-size", "0"], "batch_size: expected at least 1, found 0"),
         (["--batch-size", "1,7"], "batch_size: expected at most the 6 prompts that are decoded, found 7"),
-        (["--context", "0"], "context: expected at least 1, found 0"),
         (["--top_p", "0"], "top_p: expected more than 0"),
         (["--limit", "3", "--replay_limit", "2"], "replay_limit: expected at least 3, found 2"),
         (["--repeats", "0"], "repeats: expected at least 1, found 0"),
-        (["--prompt_lookup_min", "0"], "prompt_lookup_min: expected at least 1, found 0"),
-        (["--prompt_lookup_min", "4"], "prompt_lookup_max: expected at least 4, found 3"),
+        (["--drafter", "prompt_lookup:4-3"], "drafter: expected prompt_lookup:MIN-MAX"),
         (["--confidence", "95"], "confidence: expected a value between 0 and 1, found 95.0"),
         (["--min-gain", "0.1"], "min_gain: expected a `baseline_draft` to gain over, found none"),
         (["--lossless-tokens", "10"], "lossless_tokens: expected 0 or at least 2000, found 10"),

@@ -7,14 +7,13 @@ import pytest
 import torch
 from conftest import tiny_llama
 from double import InDouble
-from families import STATEFUL, VOCAB, tiny_model
+from families import STATEFUL, VOCAB, left_padded, tiny_model
 from pipelines import training_data
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 from transformers.modeling_flash_attention_utils import _is_packed_sequence, prepare_fa_kwargs_from_position_ids
 
-from benchmarks.targets import left_padded
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig

@@ -6,9 +6,8 @@ A fresh forward takes a text in chunks, whose float32 sums differ from the libra
 import pytest
 import torch
 from conftest import tiny_llama
-from families import STATEFUL, VOCAB, tiny_model
+from families import STATEFUL, VOCAB, ScriptedProposer, check, left_padded, noisy, tiny_model
 
-from benchmarks.targets import ScriptedProposer, check, left_padded, noisy
 from draftsmith.decode import (
     DraftModelProposer,
     InputError,

@@ -201,7 +201,7 @@ def test_what_chooses_refuses_it_before_a_text_is_written(name, place, tmp_path,
 
 @pytest.mark.parametrize("family", DECODED)
 def test_measure_takes_the_others(family, place, tmp_path, capsys):
-    fast = ["--measure_costs", "false", "--compiled", "false", "--threads", "1", "--output", str(tmp_path)]
+    fast = ["--costs", "none", "--compiled", "false", "--threads", "1", "--output", str(tmp_path)]
     assert refusal(lambda: main([*decoding("measure", place(family)), *fast]), capsys) == ""
 
 
@@ -225,7 +225,7 @@ def test_states_that_are_not_recognised_end_in_one_line(name, place, capsys, mon
     monkeypatch.setattr("draftsmith.decode.cache.stepwise.recurrent_mixers", lambda model: [])
     flags = decoding(name, place("qwen3-5"))
     flags[flags.index("prompt_lookup")] = "unigram"  # which always drafts
-    fast = ["--measure_costs", "false", "--compiled", "false", "--threads", "1"] if name == "measure" else []
+    fast = ["--costs", "none", "--compiled", "false", "--threads", "1"] if name == "measure" else []
     said = refusal(lambda: main([*flags, *fast]), capsys)
     assert said.startswith("layer 0 of qwen3_5_text: expected a recurrent state after each of ") and "training" in said
 
@@ -292,7 +292,7 @@ def heads_with_trees(place):
 
 @pytest.mark.parametrize("name", ["medusa", "eagle", "block"])
 def test_searched_trees_become_chains_where_states_follow_one_path(name, heads_with_trees, tmp_path, capsys):
-    place, fast = heads_with_trees, ["--measure_costs", "false", "--threads", "1", "--output", str(tmp_path)]
+    place, fast = heads_with_trees, ["--costs", "none", "--threads", "1", "--output", str(tmp_path)]
     flags = [*decoding("measure", place)[:-2], "--drafter", str(place / f"tree-{name}"), "--draft_length", "2"]
     assert main([*flags, *fast]) == 0
     err = capsys.readouterr().err
@@ -385,7 +385,7 @@ def test_the_ends_of_a_target_have_its_last_norm(family, place, tmp_path):
 def test_a_measure_without_drafters_is_refused_in_one_line(tmp_path, pipeline, capsys):
     (tmp_path / "prompts.txt").write_text("def f(x):\n")
     flags = ["--target", str(pipeline / "target"), "--drafter", "none", "--prompts", str(tmp_path / "prompts.txt")]
-    flags += ["--temperature", "0", "--max-new-tokens", "4", "--compiled", "false", "--measure-costs", "false"]
+    flags += ["--temperature", "0", "--max-new-tokens", "4", "--compiled", "false", "--costs", "none"]
     assert main(["measure", *flags, "--output", str(tmp_path / "report")]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: drafter: expected one to measure, found none"
 

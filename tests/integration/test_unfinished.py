@@ -65,7 +65,7 @@ def config_of(root: Path, output: Path, **fields) -> MeasureConfig:
     own = {name: str(root / path) for name, path in (("target", "target"), ("draft", "draft"))}
     own |= {"baseline_draft": str(root / "stock"), "prompts": str(root / "prompts.jsonl"), "output": str(output)}
     own |= {"prompt_lookup": True, "temperature": "0,1", "batch_size": "2", "draft_length": "3", "dtype": "float32"}
-    own |= {"limit": 10, "replay_limit": 12, "max_new_tokens": NEW, "measure_costs": False, "lossless_tokens": 2000}
+    own |= {"limit": 10, "replay_limit": 12, "max_new_tokens": NEW, "costs": "none", "lossless_tokens": 2000}
     own |= {"compiled": False, "threads": 1}
     return MeasureConfig(**with_drafters(own | fields))
 
@@ -121,7 +121,7 @@ def finished(monkeypatch):
     return keys
 
 
-@pytest.mark.parametrize("units", [0, 7, 23])
+@pytest.mark.parametrize("units", [7, 23])
 def test_a_run_killed_at_any_unit_goes_on_and_reports_the_same(root, whole, tmp_path, finished, units):
     output = tmp_path / "out"
     kill(root, output, units)
@@ -265,8 +265,6 @@ def begun(root):
             {"max_new_tokens": 4},
             "max_new_tokens: expected 5, found 4; .*was begun with other settings: give another --output, or remove it",
         ),
-        ({"temperature": "0"}, r"temperature: expected \[0.0, 1.0\], found \[0.0\]"),
-        ({"draft_length": "3,4"}, r"draft_length: expected \[3\], found \[3, 4\]"),
         ({"dtype": "bfloat16"}, "dtype: expected 'float32', found 'bfloat16'"),
         ({"baseline_draft": None}, "drafters: expected .*'stock': 'baseline_draft'.*, found "),
         ({"draft": "stock"}, "draft: expected .*draft as it was .*, found .*stock"),
@@ -300,5 +298,5 @@ def test_models_may_move_the_gate_may_change_and_costs_be_asked_for_later(root, 
     shutil.copytree(root / "draft", tmp_path / "moved")
     asked = []
     monkeypatch.setattr(stages, "_costs", lambda *_: asked.append("costs") or [])
-    report = measured(root, output, draft=str(tmp_path / "moved"), min_speedup=0.01, measure_costs=True)
+    report = measured(root, output, draft=str(tmp_path / "moved"), min_speedup=0.01, costs=None)
     assert report["gate"]["passed"] is True and len(finished) == UNITS - 1 and asked == ["costs"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from draftsmith.decode.measurement.learning_curve import LUCK, learning_curve
+from draftsmith.decode.measurement.learning_curve import LUCK, forecast
 
 SIZES = np.array([1.0, 2.0, 4.0, 8.0]) * 1e4
 
@@ -21,7 +21,6 @@ def test_the_interval_of_a_forecast_holds_the_truth(exponent, noise):
         easier, luck = rng.normal(0, 0.1, 64), rng.normal(0, noise, (4, 64))
         tau = truth + rng.normal(0, LUCK, 6)
         rounds = 64 / tau[:4, None] * (1 + easier + luck)
-        found = learning_curve(SIZES, np.full((4, 64), 64.0), rounds, ahead).forecasts
-        low, high = np.array([found[times].ci95 for times in (2.0, 10.0)]).T
+        low, high = np.array([forecast(SIZES, np.full((4, 64), 64.0), rounds, times).ci95 for times in ahead]).T
         hits += (low <= tau[4:]) & (tau[4:] <= high)
     assert hits[0] >= 42 and hits[1] >= 36

@@ -17,7 +17,6 @@ def test_the_gate_says_go_of_what_does_not_pay_in_few_cases():
     config = BenchGateConfig(simulations=200, settings=[12], prompts=[16])
     false, power, winner = (table["16 prompts, 12 settings"] for table in gate_figures(config).values())
     assert false["at once"] <= 0.05 < false["by each alone"]
-    assert false["by halves"] <= 0.05
     assert 0.5 < power["1.3× at once"] <= power["1.3× alone"]
     assert winner["its own figure"] > 1.27
     assert abs(winner["by prompts that did not choose it"] - 1.2) < 0.015
@@ -28,7 +27,7 @@ def test_other_work_on_the_machine_turns_no_verdict():
     for name in ("bursts of 3 s, 30%", "one slow half of a turn"):
         rng, ends = np.random.default_rng(2), []
         for _ in range(100):
-            own, plain = clocks.observations(rng, name)["in turns"]
+            own, plain = clocks.observations(rng, name)
             ends.append(own.speedup_interval(plain, 0.95))
         low, high = np.array(ends).T
         assert ((low <= 1) & (high >= 1)).sum() >= 88 and (low > 1).sum() <= 7

@@ -1,8 +1,12 @@
 """Tiny random models of the families that drafts and targets come from, by name."""
 
+import copy
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BertGenerationConfig,
@@ -45,6 +49,9 @@ from transformers import (
     RecurrentGemmaConfig,
     RobertaConfig,
 )
+
+from draftsmith.decode import DraftModelProposer, Tree, autoregressive_generate, replay_acceptance, speculative_generate
+from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 
 VOCAB, HIDDEN, WINDOW = 64, 32, 8
 BASE = {
@@ -184,3 +191,69 @@ def tiny_model(name: str, **options: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
     model.generation_config.pad_token_id = 0
     return model
+
+
+class ScriptedProposer(StatelessProposer):
+    """A proposer of what follows in known texts; all but the first `right` tokens of a draft are changed."""
+
+    def __init__(self, texts: Sequence[Tensor], right: int):
+        self._texts, self._right = texts, right
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft a chain for each row, and nothing after a text that is none of the known ones."""
+        drafts = []
+        for context, length in zip(contexts, draft_lengths, strict=True):
+            text = next((t for t in self._texts if torch.equal(t[: len(context)], context)), context)
+            tokens = text[len(context) :][:length].clone()
+            tokens[self._right :] = (tokens[self._right :] + 1) % VOCAB
+            drafts.append(Proposal(tokens, None, Tree.chain(len(tokens))))
+        return drafts
+
+
+def left_padded(prompts: Sequence[Tensor]) -> dict[str, Any]:
+    """Stack prompts as the inputs of `generate`."""
+    width = max(map(len, prompts))
+    rows = [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
+    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
+    return {"input_ids": torch.stack(rows), "attention_mask": mask}
+
+
+def noisy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy with noise on all matrices."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        if parameter.ndim > 1 and parameter.is_floating_point():
+            parameter.data += torch.randn_like(parameter) * 0.03 * parameter.std()
+    return draft
+
+
+def check(model: PreTrainedModel, new: int = 20) -> str | None:
+    """Return what differs from the library's text, alone and in a batch, for any draft; None if nothing does."""
+    lengths, gamma = (11, 3, 6), 3
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+    generate: Any = model.generate
+    texts = [generate(prompt[None], **options)[0] for prompt in prompts]
+    draft = noisy(model)
+    proposers = {
+        "plain decoding": None,
+        **{f"{n} accepted": ScriptedProposer(texts, n) for n in (0, 1, gamma)},
+        "a draft model": DraftModelProposer(draft),
+    }
+    for (name, proposer), rows in itertools.product(proposers.items(), ([0], [1], [0, 1, 2])):
+        inputs = left_padded([prompts[row] for row in rows])
+        if proposer is None:
+            output = autoregressive_generate(model, **inputs, **options)
+        else:
+            output = speculative_generate(model, proposer, **inputs, draft_length=gamma, **options)
+        padding = (inputs["attention_mask"] == 0).sum(1).tolist()
+        for row, written, pad in zip(rows, output.sequences, padding, strict=True):
+            if not torch.equal(written[pad:], texts[row]):
+                return f"{name}, {len(rows)} rows: another text"
+    predicted = replay_acceptance(model, DraftModelProposer(draft), texts, lengths, [gamma], 0.0, max_new_tokens=new)
+    for text, counts in zip(predicted.texts, output.row_counts, strict=True):
+        if abs(text.counts[gamma].num_accepted_tokens - counts.num_accepted_tokens) > 1e-6:
+            return "replay: other counts than the decoder's"
+    return None

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.kind import ModelKind
 
 if TYPE_CHECKING:
@@ -50,20 +50,6 @@ class CausalKind(ModelKind):
         other = self.renumbers(spec) and tokenizer.get_vocab() != loading.tokenizer.get_vocab()
         check_head(loading.models[path].config, tokenizer, self.field(spec), None if other else loading.target.config)
         return loading.models[path]
-
-    def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return the keys and values of a token."""
-        from draftsmith.decode import DraftModelProposer
-        from draftsmith.decode.cache import cached_numbers
-
-        assert drafter.model is not None
-        return cached_numbers(drafter.model) if isinstance(drafter.proposer, DraftModelProposer) else 0
-
-    def state_bytes(self, drafter: Drafter) -> int | None:
-        """Return the bytes of the model's states of a row."""
-        from draftsmith.decode.cache import state_bytes
-
-        return state_bytes(drafter.model) if drafter.model is not None else 0
 
     def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
         """Load the model in another dtype."""

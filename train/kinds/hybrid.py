@@ -24,7 +24,6 @@ class Hybrid(DrafterKind):
     """
 
     name, title, stored = "hybrid", "drafters that take turns", False
-    figures = ("switch_match", "switch_score")
     drafts_less = True
 
     def __init__(self, parse: Parse):
@@ -90,14 +89,6 @@ class Hybrid(DrafterKind):
             sources=_distinct([drafter.family.name for drafter in (*copies, last)]),
             figures={"switch_match": switch.match, "switch_score": switch.score},
         )
-
-    def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return None, because it depends on the last kind."""
-        return None
-
-    def state_bytes(self, drafter: Drafter) -> int | None:
-        """Return None, as for its keys and values."""
-        return None
 
     def _parts(self, spec: DrafterSpec) -> tuple[str, str]:
         drafters, at, switch = (spec.path or "").rpartition(AT)

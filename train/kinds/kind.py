@@ -86,7 +86,6 @@ class DrafterKind(ABC):
     verifiable: ClassVar[tuple[str, ...]] = ()  # the formats that `--verify vllm` decodes with
     drops_by_rank: ClassVar[bool] = False
     """True if `--by_rank` can leave out operations that change logits but not their order."""
-    figures: ClassVar[tuple[str, ...]] = ()  # the fields that only its entries in reports have
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether a directory with this config.json holds a drafter of this kind."""
@@ -107,14 +106,6 @@ class DrafterKind(ABC):
     def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
         """Return a proposer of chains with the same weights, and the length of its chains, at most γ."""
         return drafter.proposer, draft_length
-
-    def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return the numbers that its cache keeps for a token of the text; None if unknown."""
-        return 0
-
-    def state_bytes(self, drafter: Drafter) -> int | None:
-        """Return the bytes of its states of a row, which has no more of them as it grows; None if unknown."""
-        return 0
 
     def timed_forwards(
         self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool

@@ -16,7 +16,6 @@ class PromptLookup(DrafterKind):
 
     name, title, stored = "prompt_lookup", "n-grams", False
     flags, switch = ("prompt_lookup",), True
-    figures = ("prompt_lookup_min", "prompt_lookup_max")
     drafts_less = copies = True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
@@ -36,7 +35,6 @@ class Suffix(DrafterKind):
     """Copies by frequency; its argument is the shortest match, and optionally ",FILE" with a store of earlier texts."""
 
     name, title, stored = "suffix", "suffix matches", False
-    figures = ("suffix_match",)
     drafts_less = copies = True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
@@ -103,14 +101,6 @@ class EarlyExit(DrafterKind):
                 f"drafter: expected {self.name}:N with at most the target's {depth} layers, found {layers or 'none'}"
             )
         return self.drafter(spec, DraftModelProposer(early_exit(loading.target, int(layers)), spec.tree))
-
-    def cached_numbers(self, drafter: Drafter) -> int | None:
-        """Return None, because it shares the target's layers but has its own cache."""
-        return None
-
-    def state_bytes(self, drafter: Drafter) -> int | None:
-        """Return None, as for its keys and values."""
-        return None
 
 
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

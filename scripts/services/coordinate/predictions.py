@@ -66,7 +66,7 @@ def predicted_rates(pair: ServedPair) -> Rates:
     except FileNotFoundError as error:
         raise InputError(f"{where}: expected a report of `draftsmith measure` at {path}, found none") from error
     if report.costs is None:
-        raise InputError(f"{where}: expected costs in {path}, found none (measure without --measure_costs false)")
+        raise InputError(f"{where}: expected costs in {path}, found none (measure without --costs none)")
     tables = report.costs.tables
     if pair.draft_length == 0:
         return Rates({table.temperature: {None: list(_plain(table))} for table in tables})

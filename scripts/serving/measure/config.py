@@ -1,6 +1,5 @@
 """Settings of `draftsmith measure --server`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,39 +21,8 @@ from draftsmith.train.options import DRAFT_LENGTH, INVALID
 MOST_REQUESTS = 1024
 
 
-@dataclass(kw_only=True)
-class GatedSettings:
-    """The settings that a gate is about."""
-
-    gate_temperature: Floats = field(default_factory=list)
-    """Temperatures that decide the gate and the exit code, several with commas; all if empty."""
-    gate_batch_size: Ints = field(default_factory=list)
-    """Batch sizes that decide, or a server's numbers of requests at once; all if empty. If settings are named and there
-    is no other gate, a speed-up above 1 is required."""
-
-    def check_gate(self, temperatures: Sequence[float], batch_sizes: Sequence[int]) -> None:
-        """Parse the named settings, and raise InputError unless they are among those measured."""
-        self.gate_temperature = numbers(self.gate_temperature, float, "gate_temperature")
-        self.gate_batch_size = numbers(self.gate_batch_size, int, "gate_batch_size")
-        for name, measured in (("gate_temperature", temperatures), ("gate_batch_size", batch_sizes)):
-            if others := [number for number in getattr(self, name) if number not in measured]:
-                known = ", ".join(f"{number:g}" for number in measured)
-                raise InputError(f"{name}: expected some of those measured, {known}, found {others[0]:g}")
-
-    @property
-    def names_settings(self) -> bool:
-        """True if the gate is about some settings only."""
-        return bool(self.gate_temperature or self.gate_batch_size)
-
-    def decides(self, setting: tuple[float, int]) -> bool:
-        """Return whether the gate is about a temperature and a batch size."""
-        temperature, rows = setting
-        fits = not self.gate_temperature or temperature in numbers(self.gate_temperature, float, "gate_temperature")
-        return fits and (not self.gate_batch_size or rows in numbers(self.gate_batch_size, int, "gate_batch_size"))
-
-
 @dataclass
-class MeasureServerConfig(GatedSettings, Filters):
+class MeasureServerConfig(Filters):
     """Measure a running vLLM or SGLang server: acceptance from its own counts, latency, and speed-up over another."""
 
     server: str
@@ -134,9 +102,6 @@ class MeasureServerConfig(GatedSettings, Filters):
             raise InputError("no_repeat_ngram_size: expected 0, for servers know no such filter, found another number")
         if self.max_prompt_tokens is not None and self.target is None:
             raise InputError("max_prompt_tokens: expected a `target`, whose tokenizer counts them, found none")
-        self.check_gate(self.temperature, self.concurrency)
-        if self.names_settings and self.min_alpha is None and self.expect is None and self.min_speedup is None:
-            self.min_speedup = 1.0
         if self.min_speedup is not None and self.baseline_server is None:
             raise InputError("min_speedup: expected a `baseline_server` to be faster than, found none")
         if self.drafter == "":

@@ -11,7 +11,7 @@ from draftsmith.decode.measurement.intervals import LEAST, Estimate, confidence_
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.build import build_report, by_group
 from draftsmith.scripts.measure.estimates import Observation, Observations
-from draftsmith.scripts.measure.state import Method, categories_of, turns_of
+from draftsmith.scripts.measure.state import Method, categories_of
 from draftsmith.scripts.measure.verdict import SPEEDUP, bounds_of, judge, level_words
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.entries import Counted, Latency, Reconciliation, Role, ServedBy, Serving
@@ -127,7 +127,7 @@ def _verdict(
             value = format_estimate(run.alpha, spread="interval")
         return f"Acceptance holds: α is {value} ({where})"
 
-    return judge(runs, observations, demands, gate, config.confidence, config.decides, say, "{} at once")
+    return judge(runs, observations, demands, gate, config.confidence, say, "{} at once")
 
 
 def _where(run: report.Run) -> str:
@@ -201,7 +201,6 @@ def _run(
         tokens_per_second=own.speed(),
         lossless=_compared(observed, setting),
         by_category=by_group(categories_of(prompts), asked, own, plain, accepted.mean_acceptance_length),
-        by_turn=by_group(turns_of(prompts), asked, own, plain, accepted.mean_acceptance_length),
         repeated_ngram_share=own.repeated(),
     )
 

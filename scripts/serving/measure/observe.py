@@ -35,7 +35,7 @@ READ_AGAIN, READ_FOR = 0.1, 5.0
 """Seconds between two readings of counters that must agree, and the longest wait for that."""
 FREE_TO_CHANGE = (
     *("output", "expect", "expect_verifier", "min_speedup", "min_alpha", "confidence"),
-    *("drafter", "draft_length", "gate_temperature", "gate_batch_size"),
+    *("drafter", "draft_length"),
 )
 UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
 """Settings that name a file or server: the manifest compares its content."""

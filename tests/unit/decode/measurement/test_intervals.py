@@ -128,10 +128,6 @@ def test_an_estimate_is_scaled_and_drawn_with_its_interval():
     assert Estimate(None, None, 0).scaled(2) == Estimate(None, None, 0)
 
 
-def test_the_same_data_give_the_same_interval():
-    assert ratio(*data()) == ratio(*data())
-
-
 def test_what_cannot_be_estimated_is_none_and_never_zero():
     assert ratio([3], [2]) == Estimate(1.5, None, 1)
     assert ratio([0, 0], [0, 0]) == Estimate(None, None, 2)
@@ -206,31 +202,9 @@ def test_texts_that_agree_too_often_or_too_rarely_are_seen():
     assert (result.observed, result.p_value) == (60, 1.0)
 
 
-def test_what_never_varies_says_nothing():
-    bets = BettingTest()
-    bets.add(torch.ones(50).double(), torch.ones(50).double())
-    bets.add(torch.zeros(50).double(), torch.zeros(50).double())
-    assert bets.result().p_value == pytest.approx(1.0)
-
-
 def test_a_text_may_not_be_in_two_pairs_of_a_kind():
     with pytest.raises(ValueError, match="found one in two"):
         PairTests({"neighbours": [(0, 1), (1, 2)]}, ["id"])
-
-
-def test_the_places_of_pairs_are_found_in_ragged_batches():
-    """Texts 2 and 3 are the second batch; in its columns 0 to 2 the first has tokens 0 and 2, the other 1 and 2."""
-    beside = PairTests({"pair": [(0, 1), (2, 3)], "apart": [(1, 2)]}, ["id"])
-    beside.begin(2, 2)
-    block = torch.tensor([[True, False], [False, True], [True, True]])
-    p = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.25, 0.75], [0.5, 0.5]])
-    beside.add_block(p, torch.tensor([0, 1, 1, 1]), block)
-    beside.end(torch.tensor([[[0.1, 0.0], [0.0, 0.2], [0.3, 0.4]]], dtype=torch.float64), block)
-    agreement = beside._betting["pair"].result()
-    assert (agreement.places, agreement.observed, agreement.expected) == (1, 1, 0.5)
-    assert beside._both["pair"][-1].tolist() == [[[pytest.approx(0.3)], [pytest.approx(0.4)]]]
-    assert sorted(beside._first[-1][0].tolist()) == pytest.approx([0.1, 0.2])
-    assert beside._betting["apart"].result().places == 0
 
 
 def test_what_a_test_finds_is_what_it_finds():

@@ -53,8 +53,8 @@ def random_a(n: int, seed: int) -> torch.Tensor:
     return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("draft_length", [1, 2, 3, 4])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("draft_length", [1, 3])
+@pytest.mark.parametrize("n", [1, 5, 8])
 def test_expected_rounds_is_the_sum_over_all_patterns(n, draft_length):
     a = torch.stack([random_a(n, seed) for seed in range(3)])
     rounds = expected_rounds(a, torch.full((3,), n), draft_length)
