@@ -26,7 +26,7 @@ def batch_of(trainer: Trainer, samples: list[dict]) -> dict[str, Tensor]:
 
 
 def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
-    """The same value and the same gradients, of float32 against laws in float64."""
+    """The same value and the same gradients, of float32, whose sums each instruction set rounds, against float64."""
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     one = torch.autograd.grad(expected, parameters, allow_unused=True)
     found.backward()
@@ -34,7 +34,7 @@ def assert_same(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> No
     for parameter, gradient in zip(parameters, one, strict=True):
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         expected_own = torch.zeros_like(parameter) if gradient is None else gradient
-        assert (own - expected_own).abs().max() < 1e-5 * largest
+        assert (own - expected_own).abs().max() < 5e-5 * largest
         parameter.grad = None
 
 
