@@ -4,7 +4,6 @@ At T=0 the texts must equal plain decoding's token for token, up to ties, which 
 texts must have the target's distribution, by the test of `measurement.distribution_test`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ from draftsmith.decode.measurement.distribution_test import (
     sample_texts,
 )
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
-from draftsmith.decode.measurement.pair_independence import Pairs
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.progress import track
 from draftsmith.decode.proposers.base import Proposer
@@ -40,8 +38,6 @@ OTHER_KERNELS = 2
 """The allowed factor between the rounding of another program's margins and that measured here."""
 TIES_ALARM = 1e-3
 """The probability under rounding alone below which a number of near-ties fails the certificate."""
-TIES_DOUBT = 0.05
-"""The probability below which a plain server's own near-ties show that it rounds more than measured here."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,6 @@ def certify_greedy(
     prompts: Sequence[Tensor],
     sampler: Sampler = GREEDY,
     same_kernels: bool = True,
-    plain_ties: int = 0,
 ) -> Certificate:
     """Compare a drafter's completions at T=0 with plain decoding's, and judge where each first differs.
 
@@ -89,8 +84,7 @@ def certify_greedy(
 
     Without `same_kernels` another program, such as a server, wrote the texts, and its rounding cannot be measured here.
     All 8 units are then a tie, but the number of near-ties must be plausible under twice the rounding measured here
-    (p ≥ 0.001). `plain_ties` counts the texts that differ at a near-tie between two runs of that program's plain
-    decoding. If rounding here does not explain even these, the number of near-ties must be plausible given them.
+    (p ≥ 0.001).
 
     Completions are without prompts and padding, prompts are (T,) int64; `reason` counts prompts and tokens from 0.
 
@@ -124,7 +118,7 @@ def certify_greedy(
             if len(ids) > length
         ]
         unit = max(mismatch.tolerance for mismatch in ties.values()) / TIE_ULPS
-        excess = _excess_of_ties(len(ties), plain_ties, _turned_by_rounding(target, shared, sampler, unit))
+        excess = _excess_of_ties(len(ties), _turned_by_rounding(target, shared, sampler, unit))
     departures = {i: mismatch for i, mismatch in mismatches.items() if i not in ties}
     reasons = [excess] if excess else []
     reasons += [_listed(kind, found) for kind, found in (("departures", departures), ("near ties", ties)) if found]
@@ -185,13 +179,12 @@ def tie_tolerant_test(
     drafter: Distributions | None = None,
     seed: int = 0,
     batch_size: int = 8,
-    pairs: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
     """Run `distribution_test`, but let rounding excuse tokens of probability zero.
 
     Where a tie can move every such token into the set that top-k or top-p keep, the other tests alone decide.
     """
-    result = distribution_test(target, texts, sampler, drafter, seed, batch_size, pairs)
+    result = distribution_test(target, texts, sampler, drafter, seed, batch_size)
     if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, sampler) for i, k in result.impossible):
         result = replace(result, p_value=result.combined)
     return result
@@ -242,24 +235,13 @@ def _text(prompt: Tensor, tokens: Sequence[int]) -> Text:
     return torch.cat([prompt, prompt.new_tensor(list(tokens))]), len(prompt)
 
 
-def _excess_of_ties(ties: int, plain_ties: int, turned: Tensor) -> str | None:
-    """Return why there are too many near-ties, by the distribution of turned texts; None where rounding explains them.
-
-    A plain server that turns more texts than rounding explains replaces the distribution: then both servers' near-ties
-    should be split evenly (a one-sided sign test). Prompts that are near-ties for both make this test milder.
-    """
-    probability, own = float(turned[ties:].sum()), ""
-    if turned[plain_ties:].sum() < TIES_DOUBT:
-        both = ties + plain_ties
-        probability = max(probability, sum(math.comb(both, k) for k in range(ties, both + 1)) / (1 << both))
-        own = f", and than the plain server's {plain_ties}"
+def _excess_of_ties(ties: int, turned: Tensor) -> str | None:
+    """Return why there are too many near-ties, by the distribution of turned texts; None if rounding explains them."""
+    probability = float(turned[ties:].sum())
     if probability >= TIES_ALARM:
         return None
     expected = float(turned @ torch.arange(len(turned), dtype=turned.dtype))
-    return (
-        f"{ties} near ties are more than rounding explains, which turns {expected:.2g} texts{own} "
-        f"(p = {probability:.1g})"
-    )
+    return f"{ties} near ties are more than rounding explains, which turns {expected:.2g} texts (p = {probability:.1g})"
 
 
 @torch.inference_mode()

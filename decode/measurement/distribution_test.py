@@ -8,7 +8,7 @@ any vocabulary; counting would need every context many times.
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice, repeat
@@ -23,7 +23,6 @@ from draftsmith.decode.cache import pad_right
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, generate_arguments
-from draftsmith.decode.measurement.pair_independence import Agreement, Pairs, PairTests
 from draftsmith.decode.measurement.uniformity import (
     BINS,
     PAIR_BINS,
@@ -52,7 +51,7 @@ class DistributionTest:
 
     num_tokens: int
     p_value: float  # the smallest p-value times the number of tests (Bonferroni); 0 where a token had probability zero
-    tests: dict[str, ChiSquare | Agreement]
+    tests: dict[str, ChiSquare]
     num_impossible: int  # tokens to which the target gives probability zero
     impossible: tuple[tuple[int, int], ...]  # the first 16 impossible tokens: (text, index of the token in it)
 
@@ -147,15 +146,13 @@ def distribution_test(
     drafter: Distributions | None = None,
     seed: int = 0,
     batch_size: int = 16,
-    pairs: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
     """Test whether texts, each without tokens after its end of sequence, were drawn from the target under a sampler.
 
     The vocabulary is ordered in each context by token id, by p and, given the drafter's q, by q − p: a distribution
     that leans towards the drafter, the usual fault of speculative sampling, then shows at one end. The numbers of each
     ordering are tested for uniformity, and successive ones for independence; pairs overlap, which the statistic of the
-    contingency table allows for (Billingsley 1961, section 5). `pairs` names texts that must be independent of one
-    another: with it come tests of their independence, of how often they agree, and of all texts' first tokens.
+    contingency table allows for (Billingsley 1961, section 5).
 
     A token of probability zero fails the test. Test in float32: in half precision, rounding lets top-k and top-p rule
     out tokens here that the decoder kept.
@@ -168,9 +165,8 @@ def distribution_test(
     generator = torch.Generator().manual_seed(PLACES_SEED + seed)
     size = target.config.get_text_config().vocab_size
     orders = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
-    law_tests, pair_tests = _LawTests(orders), PairTests(pairs or {}, orders)
+    law_tests = _LawTests(orders)
     for batch in _batched(texts, batch_size, "test of the law"):
-        pair_tests.begin(law_tests.num_texts, len(batch))
         ids_BT, wanted_BT = _aligned(batch)
         wanted_TB = wanted_BT.T.cpu()
         columns = max(1, ENTRIES // (len(batch) * size))
@@ -191,11 +187,9 @@ def distribution_test(
             places_N = places_BT[:, start : start + columns].T[chosen_CB].to(p_NV.device)
             for k, key_NV in enumerate(keys):
                 u_KTB[k, start : start + columns][chosen_CB] = transform(p_NV, key_NV, tokens_N, places_N).cpu()
-            pair_tests.add_block(p_NV, tokens_N, block_CB)
             law_tests.add_impossible((p_NV.gather(1, tokens_N[:, None])[:, 0] == 0).cpu(), chosen_CB, start)
-        pair_tests.end(u_KTB, wanted_TB)
         law_tests.add(u_KTB, wanted_TB)
-    return law_tests.result({} if pairs is None else pair_tests.tests())
+    return law_tests.result()
 
 
 class _LawTests:
@@ -224,15 +218,14 @@ class _LawTests:
         self._num_tokens += int(wanted_TB.sum())
         self.num_texts += wanted_TB.shape[1]
 
-    def result(self, pair_tests: dict[str, ChiSquare | Agreement]) -> DistributionTest:
-        """Return these tests and those of pairs; raise InputError if there are too few tokens."""
+    def result(self) -> DistributionTest:
+        """Return the tests; raise InputError if there are too few tokens."""
         if self._num_tokens < 20 * PAIR_BINS**2:
             raise InputError(f"texts: expected at least {20 * PAIR_BINS**2} tokens, found {self._num_tokens}")
-        tests: dict[str, ChiSquare | Agreement] = {}
+        tests: dict[str, ChiSquare] = {}
         for k, order in enumerate(self._orders):
             tests[f"uniform by {order}"] = uniformity(self._uniform[k])
             tests[f"independent by {order}"] = independence(self._successive[k].view(PAIR_BINS, PAIR_BINS))
-        tests |= pair_tests
         result = DistributionTest(self._num_tokens, 0.0, tests, self._num_impossible, tuple(self._impossible))
         return result if self._num_impossible else replace(result, p_value=result.combined)
 

@@ -8,7 +8,7 @@ Shape suffixes: P shuffles, M texts of a prompt from both decoders.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,21 +33,15 @@ class TwoSamples:
         return f"{self.statistic:.3g} standard deviations from what shuffled texts show"
 
 
-def two_sample_tests(
+def two_sample_test(
     first: Sequence[Sequence[Tokens]], second: Sequence[Sequence[Tokens]], level: float, seed: int = 0
-) -> dict[str, TwoSamples]:
-    """Compare two decoders' completions, given by prompt, by their beginnings and by their n-grams.
+) -> TwoSamples:
+    """Compare two decoders' completions, given by prompt, by their beginnings and n-grams together.
 
     `level` is the smallest p-value that must be possible; there are ten times as many shuffles as that takes.
     """
-    shuffles = int(np.ceil(10 / level))
-    comparisons: dict[str, Callable[[Sequence[Tokens]], Floats]] = {"beginnings": _beginnings, "n-grams": _grams}
-    return {
-        name: _permuted(
-            (kernel([*a, *b]) for a, b in zip(first, second, strict=True)), [len(a) for a in first], shuffles, seed
-        )
-        for name, kernel in comparisons.items()
-    }
+    kernels = (_beginnings(texts) + _grams(texts) for texts in ([*a, *b] for a, b in zip(first, second, strict=True)))
+    return _permuted(kernels, [len(a) for a in first], int(np.ceil(10 / level)), seed)
 
 
 def _permuted(kernels: Iterable[Floats], sizes: Sequence[int], shuffles: int, seed: int) -> TwoSamples:
@@ -74,10 +68,11 @@ def _permuted(kernels: Iterable[Floats], sizes: Sequence[int], shuffles: int, se
 
 
 def _beginnings(texts: Sequence[Tokens]) -> Floats:
-    """Return the length of each two texts' common beginning, (M, M)."""
+    """Return the length of each two texts' common beginning ÷ the longest text's, (M, M)."""
     longest = max(map(len, texts), default=0)
     ids_MT = np.array([[*text, *[-1 - i] * (longest - len(text))] for i, text in enumerate(texts)], dtype=np.int64)
-    return np.array([np.logical_and.accumulate(ids_MT == ids_T, axis=-1).sum(-1) for ids_T in ids_MT], dtype=np.float64)
+    common_MM = [np.logical_and.accumulate(ids_MT == ids_T, axis=-1).sum(-1) for ids_T in ids_MT]
+    return np.array(common_MM, dtype=np.float64) / max(longest, 1)
 
 
 def _grams(texts: Sequence[Tokens]) -> Floats:

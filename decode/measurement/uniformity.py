@@ -1,4 +1,4 @@
-"""The probability transform of sampled tokens, tests of its uniformity and independence, and their power.
+"""The probability transform of sampled tokens, tests of its uniformity and independence.
 
 Shape suffixes: N tokens under test, V vocabulary.
 """
@@ -6,8 +6,7 @@ Shape suffixes: N tokens under test, V vocabulary.
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import brentq
-from scipy.stats import chi2, chi2_contingency, chisquare, ncx2
+from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
 BINS = 50
@@ -58,21 +57,3 @@ def independence(table: Tensor) -> ChiSquare:
         return ChiSquare(0.0, 0, 1.0)
     test = chi2_contingency(table.numpy(), correction=False)
     return ChiSquare(float(test.statistic), int(test.dof), float(test.pvalue))
-
-
-def detectable_departures(tokens: int, level: float, power: float = 0.9, bins: int = BINS) -> tuple[float, float]:
-    """Return the smallest departures that the chi-square test of uniformity finds at `level` with probability `power`.
-
-    Under a departure the statistic is noncentral chi-square. A share ε of the N numbers that all fall into one of B
-    bins adds N ε² (B − 1) to its expectation; a share ε that moves from one half of the bins to the other adds 4 N ε².
-
-    Returns:
-        The detectable share of tokens that are all unlikely, and the detectable total variation of a law that leans.
-    """
-    limit = chi2.isf(level, bins - 1)
-
-    def missing(noncentrality: float) -> float:
-        return float(ncx2.sf(limit, bins - 1, noncentrality)) - power
-
-    noncentrality = brentq(missing, 1e-9, 10 * limit + 1000)
-    return min(1.0, (noncentrality / (tokens * (bins - 1))) ** 0.5), min(1.0, (noncentrality / (4 * tokens)) ** 0.5)

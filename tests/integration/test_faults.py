@@ -40,8 +40,8 @@ from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
-from draftsmith.scripts.serving.certify.collect import TextStore
 from draftsmith.scripts.serving.certify.config import CertifyConfig
+from draftsmith.scripts.serving.certify.servers import TextStore
 from draftsmith.scripts.serving.client import identify_engine, metrics_of
 from draftsmith.scripts.serving.engine.offline import Answer as EngineAnswer
 from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_of

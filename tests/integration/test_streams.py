@@ -20,9 +20,8 @@ from draftsmith.scripts.services.coordinate.coordinator import Coordinator
 from draftsmith.scripts.services.coordinate.relay import Relay
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, Keywords, read_request
 from draftsmith.scripts.services.coordinate.request_log import record, unstreamed_answer
-from draftsmith.scripts.serving.certify.collect import TextRequest, TextStore
 from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.certify.servers import Servers
+from draftsmith.scripts.serving.certify.servers import Servers, TextRequest, TextStore
 from draftsmith.scripts.serving.client import Engine
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.load import MeasuredServer, records_of

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode.measurement.uniformity import detectable_departures
+from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.scripts.serving.certify import verdicts
-from draftsmith.scripts.serving.certify.collect import stages
 from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.certify.servers import Servers, target_identity
+from draftsmith.scripts.serving.certify.servers import Servers, TextRequest, requests_of, target_identity
 from draftsmith.train.checkpoint import end_of_sequence_ids
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompt_files import read_prompts
@@ -51,19 +50,15 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
         servers.begin()
         with note_on_interrupt(servers.kept):
             greedy, sampled = _judge(servers, judge, console)
-        passed = (greedy is None or greedy.passed) and all(verdict.passed for verdict in sampled)
+        passed = (greedy is None or bool(greedy.passed)) and all(verdict.passed for verdict in sampled)
         _say(console, "lossless, as far as tested" if passed else "not lossless")
-        parts = {} if greedy is None else {name: v for name, v in asdict(greedy).items() if name != "first"}
         report = {
             "schema": SCHEMA,
             "passed": passed,
             "servers": servers.to_dict(),
             "false_alarm": config.false_alarm,
-            "greedy": None if greedy is None else asdict(greedy.first) | parts | {"prompts": len(questions)},
-            "sampled": [
-                asdict(verdict) | {"passed": verdict.passed, "finds": _finds(config, verdict.tokens, pair)}
-                for verdict in sampled
-            ],
+            "greedy": None if greedy is None else asdict(greedy) | {"prompts": len(questions)},
+            "sampled": [asdict(verdict) | {"passed": verdict.passed} for verdict in sampled],
             "settings": asdict(config),
             "target": target_identity(config),
             "environment": None if pair is None else environment(pair.target.device, pair.dtype),
@@ -76,27 +71,33 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
 
 def _judge(
     servers: Servers, judge: verdicts.Judge, console: Console
-) -> tuple[verdicts.GreedyVerdict | None, list[verdicts.SampledVerdict]]:
-    config, pair, questions = judge.config, judge.pair, judge.questions
-    requests = stages(config, len(questions))
-    _announce(config, console, len(questions), pair)
+) -> tuple[Certificate | None, list[verdicts.SampledVerdict]]:
+    config, pair, count = judge.config, judge.pair, len(judge.questions)
+    requests = requests_of(config, count)
+    _announce(config, console, count)
     answers, plain = servers.texts("server", requests), None
     if config.plain_server is not None:
         # With the target here, it judges the sampled texts; only T=0 is compared with the plain server.
-        compared = [[request for request in stage if pair is None or request.temperature == 0] for stage in requests]
-        plain = servers.texts("plain_server", compared)
+        plain = servers.texts("plain_server", [r for r in requests if pair is None or r.temperature == 0])
+
+    def again() -> verdicts.Texts:
+        # In another order, so that rows meet others.
+        requests = [TextRequest(0, count + i, i) for i in reversed(range(count))]
+        return servers.texts("plain_server", requests).of(0)[count:]
+
     greedy, sampled = None, []
     for temperature in config.temperature:
         reference = None if plain is None else plain.of(temperature)
-        texts = answers.of(temperature)
         if temperature == 0:
-            greedy = judge.greedy(texts, reference)
-            _show_greedy(console, greedy, len(questions))
+            greedy = judge.greedy(answers.of(0)[:count], reference and reference[:count], again)
+            _say(console, f"T=0: {greedy.prompts_identical} of {count} texts identical")
+            if greedy.reason:
+                _say(console, f"  {greedy.reason}")
         else:
-            sampled.append(judge.sampled(temperature, texts, reference))
+            sampled.append(judge.sampled(temperature, answers.of(temperature), reference))
             _show_sampled(console, sampled[-1])
-    drafts = {name: counters and counters.num_drafts for name, counters in servers.counters.items()}
-    if drafts["server"] == 0:
+    drafts = {name: counters.num_drafts for name, counters in servers.counters.items()}
+    if drafts.get("server") == 0:
         _say(console, "note: the server drafted nothing meanwhile: this certifies its plain decoding")
     if drafts.get("plain_server"):
         _say(console, f"note: the plain server drafted too, {drafts['plain_server']} times: it is no plain reference")
@@ -114,45 +115,13 @@ def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
     return list(map(SentPrompt, prompts, encoded)), pair
 
 
-def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair | None) -> None:
-    tokens, parts = config.texts * config.max_new_tokens, []
-    if 0 in config.temperature:
-        parts.append(f"{prompts} texts at T=0" + (", each twice (--repeat false: once)" if config.repeat else ""))
+def _announce(config: CertifyConfig, console: Console, prompts: int) -> None:
+    parts = [f"{prompts} texts at T=0"] if 0 in config.temperature else []
     if config.sampled:
         where = ", ".join(f"{temperature:g}" for temperature in config.sampled)
-        per_temperature = " each" if len(config.sampled) > 1 else ""
-        parts.append(f"{config.texts} texts, {tokens} tokens at most, at T={where}{per_temperature}")
+        tokens = config.texts * config.max_new_tokens
+        parts.append(f"{config.texts} texts, {tokens} tokens at most, at each T of {where}")
     _say(console, f"asks for {'; '.join(parts)}; {config.concurrency} at once")
-    finds = _finds(config, tokens, pair)
-    if not config.sampled or pair is None or finds is None:
-        return
-    _say(
-        console,
-        f"finds with probability 0.9, at a false-alarm rate of {config.false_alarm:g} in all: unlikely tokens from a "
-        f"share of {finds['unlikely_tokens']:.2%} on; a distribution that leans one way from a total variation of "
-        f"{finds['total_variation']:.2%} on",
-    )
-
-
-def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, float] | None:
-    """Return the departures that so few tokens find with probability 0.9; None against a plain server."""
-    if pair is None:
-        return None
-    orders = 2 + len(pair.drafters)
-    unlikely, variation = detectable_departures(tokens, config.level / (5 * orders + 2))  # the tests share the level
-    return {"unlikely_tokens": unlikely, "total_variation": variation}
-
-
-def _show_greedy(console: Console, greedy: verdicts.GreedyVerdict, prompts: int) -> None:
-    for title, certificate, same in (
-        ("T=0", greedy.first, "identical"),
-        ("T=0, asked again", greedy.again, "as before"),
-        ("T=0, the plain server asked again", greedy.plain_again, "as before"),
-    ):
-        if certificate is not None:
-            _say(console, f"{title}: {certificate.prompts_identical} of {prompts} texts {same}")
-            if certificate.reason:
-                _say(console, f"  {certificate.reason}")
 
 
 def _show_sampled(console: Console, verdict: verdicts.SampledVerdict) -> None:

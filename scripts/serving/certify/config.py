@@ -9,7 +9,6 @@ from draftsmith.decode.errors import (
     at_most,
     between,
     finite,
-    more_than,
     require,
     require_some,
 )
@@ -50,26 +49,13 @@ class CertifyConfig(Filters, PromptOptions):
     false_alarm: float = 1e-3
     """The probability that a lossless server fails, at most, over all temperatures and tests."""
     concurrency: int = 4
-    """Requests at once. Rows must meet in a batch for faults between them to show."""
-    repeat: bool = True
-    """At T=0, request each prompt's text again once all are there, in another order: rows meet others, and prefix
-    caches are warm. A text that differs then must part at a tie. It doubles the texts at T=0; `--repeat false` turns it
-    off."""
-    mixed: bool = False
-    """Send all temperatures together, so that rows of several meet; otherwise one after another."""
-    seeded: bool = False
-    """Give every sampled request its own seed. Servers draw seeded rows one by one and the others together, in two
-    programs; most clients send no seeds."""
-    server_model: str | None = None
-    """The model's name on the server, if it lists several."""
+    """Requests at once, so that rows meet in a batch."""
+    model: str | None = None
+    """The model's name on the servers; null: the only one they list."""
     server_key_env: str | None = None
     """The environment variable with the server's API key."""
-    plain_server_model: str | None = None
-    """The model's name on the plain server, if it lists several."""
     plain_server_key_env: str | None = None
     """The environment variable with the plain server's API key."""
-    timeout: float = 600.0
-    """The most seconds to wait for one answer."""
     max_new_tokens: int = field(default=32, kw_only=True)
     """The most tokens of a text. Many short texts test more first tokens and rows that join a batch; long ones test
     text after many rounds."""
@@ -104,7 +90,6 @@ class CertifyConfig(Filters, PromptOptions):
         if self.target is None:  # a test by shuffles needs 1 / level shuffles
             require(self, at_least(1e-5), "false_alarm")
         require(self, CONCURRENCY, "concurrency")
-        require(self, finite(more_than(0)), "timeout")
 
     @property
     def sampled(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""The servers under comparison; their texts are stored until a certificate is written."""
+"""The requests to the servers under comparison, and their texts, which are stored until a certificate is written."""
 
 import asyncio
 import hashlib
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
-from draftsmith.decode.validation import require_tokens
-from draftsmith.scripts.serving.certify.collect import TextRequest, TextStore, extra_requests
+from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parse, require_tokens
 from draftsmith.scripts.serving.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import metrics_of
 from draftsmith.train.data.shards import settle_manifest
-from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
+from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.retries import Window, ask_all
 from draftsmith.train.files import identity, remove
@@ -25,8 +25,78 @@ from draftsmith.train.provenance import git_sha
 
 SCHEMA = "draftsmith.certify/1"
 SERVERS = ("server", "plain_server")
-ELSEWHERE = ("output", "target", "drafter", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
+ELSEWHERE = ("output", "target", "drafter", "prompts", "threads", "trust_remote_code", "false_alarm")
 """Settings that do not shape the texts, or that name a file or server whose content is compared."""
+FURTHER = 16
+"""The most requested texts, as a multiple of the number that would do if none ended early."""
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One text to request: `index` is its own among its temperature's texts, `prompt` that of its prompt."""
+
+    temperature: float
+    index: int
+    prompt: int
+
+
+def requests_of(config: CertifyConfig, prompts: int) -> list[TextRequest]:
+    """Return the requests in order: at T=0 each prompt once, under sampling round and round."""
+    return [
+        TextRequest(temperature, i, i % prompts)
+        for temperature in config.temperature
+        for i in range(config.texts if temperature > 0 else prompts)
+    ]
+
+
+def extra_requests(
+    config: CertifyConfig, prompts: int, temperature: float, texts: Sequence[tuple[list[int], str]]
+) -> list[TextRequest]:
+    """Return extra requests, if the sampled texts ended before the test has enough tokens.
+
+    `texts` are those received. No requests if they suffice, or are so short that more would not help.
+    """
+    received = sum(len(tokens) for tokens, _ in texts)
+    most = FURTHER * config.texts
+    missing = LEAST_TOKENS - received
+    if temperature == 0 or missing <= 0 or len(texts) >= most:
+        return []
+    needed = len(texts) + -(-missing * len(texts) // max(received, len(texts)))
+    return [TextRequest(temperature, i, i % prompts) for i in range(len(texts), min(needed, most))]
+
+
+LINE: Any = tuple[Amount, Count, list[TokenId], Literal["stop", "length"]]
+"""A text's temperature and index, its tokens, and why it ended."""
+
+
+class TextStore:
+    """The texts that a server has written, a line each in a file: token ids, and why each ended."""
+
+    def __init__(self, path: Path, most: int, vocab_size: int | None):
+        """Read an earlier run's texts; lines that a kill cut off or that are malformed are requested again.
+
+        `most` is the tokens of a text; ids must be below `vocab_size`, if it is known here.
+        """
+        self._path = path
+        self.texts: dict[tuple[float, int], tuple[list[int], str]] = {}
+        for line in file_bytes(path).split(b"\n") if path.exists() else []:
+            try:
+                temperature, index, tokens, reason = parse(LINE, line, str(path))
+            except InputError:
+                continue
+            if len(tokens) <= most and (vocab_size is None or max(tokens, default=0) < vocab_size):
+                self.texts[temperature, index] = tokens, reason
+
+    def add(self, request: TextRequest, tokens: list[int], reason: str) -> None:
+        """Store one text."""
+        self.texts[request.temperature, request.index] = tokens, reason
+        with self._path.open("a", encoding="utf-8") as file:
+            # A newline first ends a line that a kill cut off.
+            file.write("\n" + json.dumps([request.temperature, request.index, tokens, reason]))
+
+    def of(self, temperature: float) -> list[tuple[list[int], str]]:
+        """Return the texts of a temperature, in the order of their indices."""
+        return [self.texts[key] for key in sorted(key for key in self.texts if key[0] == temperature)]
 
 
 @dataclass
@@ -41,8 +111,8 @@ class Servers:
     """Upper limit of ids; None without the target."""
     directory: Path
     models: dict[str, str] = field(default_factory=dict)
-    counters: dict[str, ServerCounts | None] = field(default_factory=dict)
-    """Counts of this run's texts; None if the server shows no counters, or was not asked."""
+    counters: dict[str, ServerCounts] = field(default_factory=dict)
+    """Counts of this run's texts, of servers that were asked and show counters."""
 
     def begin(self) -> None:
         """Ask each server for its model, and continue from the texts of an earlier run with the same settings."""
@@ -51,41 +121,37 @@ class Servers:
             remove(self.directory)  # a run that failed at once has no texts, and its settings may change
         settle_manifest(self.directory, self._manifest())
 
-    def texts(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
-        """Request all missing texts of a server, stage after stage, and more if texts end early."""
-        kept = self._request(name, stages)
-        for temperature in sorted({request.temperature for stage in stages for request in stage}):
+    def texts(self, name: str, requests: Sequence[TextRequest]) -> TextStore:
+        """Request all missing texts of a server, and more if texts end early."""
+        kept = self._request(name, requests)
+        for temperature in sorted({request.temperature for request in requests}):
             while more := extra_requests(self.config, len(self.questions), temperature, kept.of(temperature)):
-                before = self.counters[name]
-                kept = self._request(name, [more])
-                after = self.counters[name]
-                self.counters[name] = None if before is None or after is None else before + after
+                kept = self._request(name, more)
         return kept
 
-    def _request(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
+    def _request(self, name: str, requests: Sequence[TextRequest]) -> TextStore:
         kept = self._store(name)
-        if all((request.temperature, request.index) in kept.texts for stage in stages for request in stage):
-            self.counters[name] = None
-            return kept
+        missing = [request for request in requests if (request.temperature, request.index) not in kept.texts]
 
         async def work() -> None:
             async with self._client(name) as client:
                 before = await _counters(client)
-                most = self.config.max_new_tokens * sum(map(len, stages))
+                most = self.config.max_new_tokens * len(requests)
                 num_tokens = sum(len(tokens) for tokens, _ in kept.texts.values())
                 with phase(f"{name} writes", most, "tokens", num_tokens) as bar:
-                    for stage in stages:
-                        await self.ask(client, stage, kept, bar.advance)
+                    await self.ask(client, missing, kept, bar.advance)
                 after = await _counters(client)
-                self.counters[name] = None if before is None or after is None else after - before
+                if before is not None and after is not None:
+                    self.counters[name] = after - before + self.counters.get(name, ServerCounts())
 
-        asyncio.run(work())
+        if missing:
+            asyncio.run(work())
         return kept
 
     async def ask(
         self, client: Client, requests: Sequence[TextRequest], kept: TextStore, finished: Callable[[int], None]
     ) -> None:
-        """Request the texts that are not in `kept` yet, in order, `concurrency` at once, and store each as it comes.
+        """Request texts in order, `concurrency` at once, and store each as it comes.
 
         `finished` receives each text's number of tokens. An InputError (a refused request, an answer without ids) or a
         ServerFailure cancels all other requests.
@@ -94,11 +160,8 @@ class Servers:
         options: dict[str, Any] = {"stop_token_ids": list(self.ends)} if self.ends else {}
 
         async def answer_to(request: TextRequest) -> None:
-            question, temperature, seed = self.questions[request.prompt], request.temperature, None
-            if config.seeded:
-                # With the same seeds two servers would draw the same texts, which are no independent samples.
-                seed = request_seed(config.seed, client.name, f"{temperature:g}", request.index)
-            sent = question, self.models[client.name], config, temperature, config.max_new_tokens, seed
+            question, most = self.questions[request.prompt], config.max_new_tokens
+            sent = question, self.models[client.name], config, request.temperature, most, None
             body, path = completion_request(*sent, skip_special_tokens=False, **options)
             answer = await client.complete(body, path)
             tokens = self._tokens(client, question, answer)
@@ -107,8 +170,7 @@ class Servers:
             kept.add(request, tokens, answer.finish_reason or "")
             finished(len(tokens))
 
-        missing = [request for request in requests if (request.temperature, request.index) not in kept.texts]
-        await ask_all(missing, answer_to, Window(config.concurrency))
+        await ask_all(requests, answer_to, Window(config.concurrency))
 
     def _tokens(self, client: Client, question: SentPrompt, answer: ServedCompletion) -> list[int]:
         """Return a text's tokens, if the answer can be judged."""
@@ -147,7 +209,7 @@ class Servers:
             name: {
                 "url": getattr(self.config, name),
                 "model": model,
-                "counters": None if (counters := self.counters[name]) is None else counters.to_dict(),
+                "counters": None if (counters := self.counters.get(name)) is None else counters.to_dict(),
             }
             for name, model in self.models.items()
         }
@@ -157,12 +219,12 @@ class Servers:
         for name in SERVERS:
             if getattr(self.config, name) is not None:
                 async with self._client(name) as client:
-                    models[name] = await client.model(getattr(self.config, f"{name}_model"))
+                    models[name] = await client.model(self.config.model)
         return models
 
     def _client(self, name: str) -> Client:
         config = self.config
-        return Client(getattr(config, name), name, getattr(config, f"{name}_key_env"), config.timeout)
+        return Client(getattr(config, name), name, getattr(config, f"{name}_key_env"))
 
     def _manifest(self) -> dict[str, Any]:
         config = self.config

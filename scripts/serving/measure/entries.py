@@ -163,7 +163,7 @@ def _require_drafts(observed: Observed, accepted: Sequence[estimates.Acceptance]
             if setting.total.num_drafts:
                 raise InputError(f"draft_length: expected a server that drafts nothing at {url}, found drafts")
         elif not setting.total.num_drafts:
-            hint = "SGLang counts chats since 0.5.19, and with --enable-metrics; others with --target"
+            hint = "SGLang counts chats since 0.5.19, and all with metrics; others with --target"
             raise InputError(f"server: expected one that speculates at {url}, found none that counts a draft ({hint})")
         elif not setting.total.num_draft_tokens:
             raise InputError("draft_length: expected γ, for the server does not count what it drafts, found none")

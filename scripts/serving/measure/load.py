@@ -69,7 +69,7 @@ class MeasuredServer:
         return door
 
     async def metrics(self) -> ServerMetrics:
-        """Return the server's metrics; zeros for an SGLang without `--enable-metrics`, whose answers have counts."""
+        """Return the server's metrics; zeros for an SGLang that was started without them: its answers have counts."""
         try:
             return await metrics_of(self.client)
         except InputError:
