@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
-from draftsmith.train.kinds.kind import ModelKind
+from draftsmith.train.kinds.kind import DrafterKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.train.kinds.parts import Part, Side
 
 
-class HeadsKind(ModelKind):
+class HeadsKind(DrafterKind):
     """Heads on a target; the modules of their package are imported only when a command needs them."""
 
     package: ClassVar[str]
@@ -35,20 +35,12 @@ class HeadsKind(ModelKind):
     def heads(self, spec: DrafterSpec, loading: Loading) -> Any:
         """Load heads, and require that they fit the target."""
         from draftsmith.decode.progress import phase
-        from draftsmith.train.models import DTYPES
 
         target = loading.target
         with phase(f"loading {spec.path}"):
-            dtype = DTYPES[spec.dtype] if spec.dtype else target.dtype
-            heads = self.heads_class().from_pretrained(str(spec.path), dtype=dtype).to(target.device)
+            heads = self.heads_class().from_pretrained(str(spec.path), dtype=target.dtype).to(target.device)
         heads.check_fits(target)
         return heads
-
-    def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
-        """Load heads in another dtype."""
-        from draftsmith.train.models import DTYPES
-
-        return self.heads_class().from_pretrained(path, dtype=DTYPES[dtype])  # type: ignore[no-any-return]
 
     def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
         """Return the vocabulary's size if vLLM does not find it."""

@@ -28,8 +28,8 @@ from draftsmith.decode.validation import read
 from draftsmith.scripts.configs import TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
 from draftsmith.scripts.report.tree_chart import draw_tree
-from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table, print_doubts
+from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable

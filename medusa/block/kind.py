@@ -1,6 +1,6 @@
 """Block drafters as a kind of drafter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from draftsmith.decode.proposers.base import Proposer
 
@@ -79,22 +79,6 @@ class Block(FeatureKind):
 
         heads: Any = drafter.model
         return BlockProposer(heads), min(draft_length, heads.config.guesses)
-
-    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return a function that runs the layers over one block."""
-        import torch
-
-        from draftsmith.decode.cache.kernels import fused_attention
-
-        heads: Any = model
-        size = heads.config.block_size
-        states = torch.zeros(1, size, heads.config.hidden_size, dtype=model.dtype)
-        positions = torch.arange(size)[None]
-
-        def attend(_: int) -> Any:
-            return lambda queries, own: fused_attention(queries, own.keys, own.values, None)
-
-        return lambda: heads(states, positions, attend)
 
     def recognises_foreign(self, directory: Path) -> bool:
         """Return whether this is a drafter of one of these tools."""

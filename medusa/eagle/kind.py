@@ -1,6 +1,6 @@
 """EAGLE-3 heads as a kind of drafter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from draftsmith.decode.proposers.base import Proposer
 
@@ -64,15 +64,6 @@ class Eagle(FeatureKind):
 
         heads: Any = drafter.model
         return EagleProposer(heads), draft_length
-
-    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return a function that computes a step and its logits."""
-        import torch
-
-        heads: Any = model
-        states = torch.zeros(1, 1, heads.config.hidden_size, dtype=model.dtype)
-        positions = torch.arange(1)[None]
-        return lambda: heads.head(heads(states, states, positions).hidden)
 
     def recognises_foreign(self, directory: Path) -> bool:
         """Return whether these are heads of the authors, SpecForge or speculators."""

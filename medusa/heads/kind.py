@@ -11,7 +11,7 @@ from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions
@@ -76,16 +76,6 @@ class Medusa(HeadsKind):
         # Chains cannot be longer than the number of heads.
         draft_length = min(draft_length, heads.config.num_heads)
         return MedusaProposer(heads, Tree.chain(draft_length)), draft_length
-
-    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return a function that computes the logits of all heads."""
-        import torch
-
-        heads: Any = model
-        count, size = heads.config.num_heads, heads.config.hidden_size
-        hidden = torch.zeros(1, 1, size, dtype=model.dtype)
-        embeddings = torch.zeros(1, 1, count, size, dtype=model.dtype)
-        return lambda: [heads.logits(head, hidden, embeddings) for head in range(count)]
 
     def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
         """Measure the cost of a round of the tree."""

@@ -87,7 +87,6 @@ def measured_report(measured: Measured) -> report.Report:
         environment=report.Environment(
             **environment(pair.target.device, pair.dtype),
             compiled=settings.compiled,
-            draft_dtypes=sorted(set(settings.draft_dtypes.values())),
             settings_by=settings.why,
             timed=clock.turns_taken(measured.compared, config.repeats),
             compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,

@@ -33,7 +33,7 @@ from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.serving.measure.entries import server_report
 from draftsmith.scripts.serving.measure.expectation import read_expectation, require_known
 from draftsmith.scripts.serving.reconcile.rounds import ROUNDS, write_rounds
-from draftsmith.scripts.settings import load_fastest
+from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure

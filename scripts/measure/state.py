@@ -18,7 +18,7 @@ from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.types import Failure, Verifier
 from draftsmith.scripts.serving.reconcile.rounds import ExpectedText
-from draftsmith.scripts.settings import Settings
+from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.models import default_device

@@ -55,7 +55,6 @@ class Environment(Entry):
     git_sha: str | None
     compiled: bool | None = None
     """True if forwards ran compiled, also those of plain decoding."""
-    draft_dtypes: Sequence[str] = ()
     settings_by: str | None = None
     """The timings that chose dtype, threads and compilation; null where these were given."""
     timed: str | None = None

@@ -21,10 +21,8 @@ def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value
 
 
 def runs_as(environment: Environment) -> str:
-    """Return the dtypes of plain decoding and drafts, and whether they run compiled."""
-    own, drafts = environment.dtype, " and ".join(environment.draft_dtypes) or environment.dtype
-    dtypes = f"plain decoding and drafts {own}" if drafts == own else f"plain decoding {own}, drafts {drafts}"
-    return f"{dtypes}, all {'compiled' if environment.compiled else 'eager'}"
+    """Return the dtype of plain decoding and drafts, and whether they run compiled."""
+    return f"plain decoding and drafts {environment.dtype}, all {'compiled' if environment.compiled else 'eager'}"
 
 
 def setting_names(

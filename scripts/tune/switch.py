@@ -24,8 +24,8 @@ from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.progress import track
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import read_tokens
-from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table, print_doubts
+from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.scripts.tune.config import SwitchConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.decoding import left_padded

@@ -48,7 +48,7 @@ from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_of
 from draftsmith.scripts.serving.measure.load import RequestRecord
 from draftsmith.scripts.serving.measure.observe import ServerTurn
 from draftsmith.scripts.serving.reconcile.rounds import read_rounds
-from draftsmith.scripts.settings import Settings
+from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions
@@ -265,7 +265,7 @@ READERS: dict[str, Reader] = {
     "a kept batch": Reader(lines([asdict(GROUP)]), lambda path: read(list[Group], path)),
     "kept costs": Reader(lines([TABLE]), lambda path: read(list[ValidTable], path)),
     "a kept certificate": Reader(lines(asdict(Certificate(p_value=0.5))), lambda path: read(Certificate, path)),
-    "kept settings": Reader(lines(asdict(Settings("float32", 1, False, {}, None))), lambda path: read(Settings, path)),
+    "kept settings": Reader(lines(asdict(Settings("float32", 1, False, None))), lambda path: read(Settings, path)),
     "kept texts": Reader(
         lines([0.0, 0, [1, 2], "stop"], [1.0, 3, [4], "length"]),
         lambda path: TextStore(path, MOST, 300).texts,

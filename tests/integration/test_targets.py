@@ -33,7 +33,7 @@ from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.scripts import pair
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import NOT_HERE
-from draftsmith.scripts.settings import Settings, load_fastest
+from draftsmith.scripts.timed_settings import Settings, load_fastest
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import empty_model, load_model, load_tokenizer
@@ -213,7 +213,7 @@ def test_a_profile_of_such_a_target_says_that_it_is_eager(place, capsys):
 
 def test_settings_that_were_kept_compile_no_such_target(place, tmp_path):
     target = str(place("qwen3-5") / "target")
-    Settings("float32", 1, False, {}, None).to_file(tmp_path / "settings.json")
+    Settings("float32", 1, False, None).to_file(tmp_path / "settings.json")
     options = {"dtype": "float32", "compiled": True, "kept": tmp_path / "settings.json"}
     _, settings = load_fastest(target, load_tokenizer(target), [], **options)
     assert not settings.compiled

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
-from draftsmith.train.kinds.kind import ModelKind
+from draftsmith.train.kinds.kind import DrafterKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from draftsmith.train.kinds.parts import Part
 
 
-class CausalKind(ModelKind):
+class CausalKind(DrafterKind):
     """A causal language model with the target's tokenizer."""
 
     cost_remedy = "take a smaller draft"
@@ -44,24 +44,12 @@ class CausalKind(ModelKind):
 
         path = str(spec.path)
         if path not in loading.models:
-            dtype, code = spec.dtype or loading.dtype, loading.trust_remote_code
+            dtype, code = loading.dtype, loading.trust_remote_code
             loading.models[path] = load_draft(path, field=self.field(spec), dtype=dtype, trust_remote_code=code)
         tokenizer = loading.tokenizers[path]
         other = self.renumbers(spec) and tokenizer.get_vocab() != loading.tokenizer.get_vocab()
         check_head(loading.models[path].config, tokenizer, self.field(spec), None if other else loading.target.config)
         return loading.models[path]
-
-    def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
-        """Load the model in another dtype."""
-        from draftsmith.train.models import load_draft
-
-        return load_draft(path, dtype=dtype, trust_remote_code=trust_remote_code)
-
-    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return a forward of one token after a short text."""
-        from draftsmith.decode.measurement.costs import forward_after_text
-
-        return forward_after_text(model)
 
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
         """Load the model without its weights."""
@@ -76,8 +64,9 @@ class CausalKind(ModelKind):
     def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
         """Load the model, whose tokenizer may differ from the target's, and return the measurement of its rounds."""
         from draftsmith.train.kinds.costs import TimedDrafter
+        from draftsmith.train.models import load_draft
 
-        model = self.reload(str(spec.path), loading.dtype, loading.trust_remote_code)
+        model = load_draft(str(spec.path), dtype=loading.dtype, trust_remote_code=loading.trust_remote_code)
         name = "costs" if spec.name in (None, "draft", self.name) else str(spec.name)
         proposer, target = self.proposer(model), loading.target
         return TimedDrafter(

@@ -5,7 +5,7 @@ all kinds for their names and must not wait for torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -106,12 +106,6 @@ class DrafterKind(ABC):
     def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
         """Return a proposer of chains with the same weights, and the length of its chains, at most γ."""
         return drafter.proposer, draft_length
-
-    def timed_forwards(
-        self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool
-    ) -> dict[str, Callable[[], object]]:
-        """Return forwards of a token after a short text by dtype, its own and `others`; empty if its dtype is fixed."""
-        return {}
 
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
         """Load a drafter without its weights, None where it does not load or has no files, and describe it."""
@@ -223,24 +217,3 @@ class DrafterKind(ABC):
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
         """Write another tool's drafter in our format and return the lines to print; raise InputError if unreadable."""
         raise self.no_formats()
-
-
-class ModelKind(DrafterKind):
-    """A kind whose drafters are models that can be loaded in several dtypes."""
-
-    @abstractmethod
-    def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
-        """Load the model in a dtype."""
-
-    @abstractmethod
-    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return the forward that drafts a token after a short text."""
-
-    def timed_forwards(
-        self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool
-    ) -> dict[str, Callable[[], object]]:
-        """Return the forward of the model as it is, and of a copy in each other dtype."""
-        assert drafter.model is not None
-        models = {str(drafter.model.dtype).removeprefix("torch."): drafter.model}
-        models |= {name: self.reload(str(drafter.path), name, trust_remote_code) for name in others}
-        return {name: self.forward(model) for name, model in models.items()}

@@ -34,7 +34,7 @@ from draftsmith.scripts.report.types import (
     Speed,
 )
 from draftsmith.scripts.report.words import headline
-from draftsmith.scripts.settings import Settings
+from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 
@@ -488,7 +488,7 @@ def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1)
     ]
     config = MeasureConfig("target", "prompts.jsonl", "out", ["prompt_lookup"])
     return Measured(
-        config, Pair(target, tokenizer, "float32", drafters), Settings("float32", 1, False, {}, None),
+        config, Pair(target, tokenizer, "float32", drafters), Settings("float32", 1, False, None),
         prompts, [[1, 2]] * len(texts), {0.0: texts}, {(0.0, rows, Method()): groups},
         {(0.0, name, PROBABILISTIC): replayed(own) for name, own in a.items()}, {}, tables, {}, [],
     )  # fmt: skip
