@@ -1,4 +1,4 @@
-"""Chat templates in the styles of ten families, short, but with what each does to a conversation."""
+"""Chat templates in the styles of nine families, short, but with what each does to a conversation."""
 
 import json
 from collections.abc import Sequence
@@ -12,17 +12,6 @@ from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 CHATML = """
 {%- for m in messages %}
     {{- '<|im_start|>' + m.role + ('=' + m.name if m.name else '') + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-# The tags stand in the branch of assistant turns alone, around the header as well.
-CHATML_TAGGED = """
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}{{- '<|im_start|>assistant\\n' + m.content + '<|im_end|>\\n' }}{%- endgeneration %}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + ('=' + m.name if m.name else '') + '\\n' + m.content + '<|im_end|>\\n' }}
-    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
@@ -334,18 +323,8 @@ GLM = """
     {{- '<|assistant|>' + ('\\n<think></think>' if enable_thinking is defined and not enable_thinking else '') }}
 {%- endif %}"""
 
-# Tools are a field of the system's turn; calls are not written.
-PHI = """
-{%- for m in messages %}
-    {{- '<|' + m.role + '|>' + m.content }}
-    {%- if m.role == 'system' and m.tools %}{{- '<|tool|>' + m.tools + '<|/tool|>' }}{%- endif %}
-    {{- '<|end|>' }}
-{%- endfor %}
-{{- '<|assistant|>' if add_generation_prompt else eos_token }}"""
-
 TEMPLATES = {
     "chatml": CHATML,
-    "chatml tagged": CHATML_TAGGED,
     "qwen 3": QWEN3,
     "qwen 3.5": QWEN35,
     "llama 3.1": LLAMA31,
@@ -354,15 +333,13 @@ TEMPLATES = {
     "gemma 3": GEMMA3,
     "mistral": MISTRAL,
     "glm": GLM,
-    "phi": PHI,
 }
 ENDS = {
     "llama 3.1": "<|eot_id|>",
     "harmony": "<|return|> <|call|>",
     "gemma 3": "<end_of_turn>",
     "glm": "<|user|> <|observation|>",
-    "phi": "<|end|>",
-    **dict.fromkeys(("chatml", "chatml tagged", "qwen 3", "qwen 3.5"), "<|im_end|>"),
+    **dict.fromkeys(("chatml", "qwen 3", "qwen 3.5"), "<|im_end|>"),
 }
 """The tokens that end a family's texts, other than the tokenizer's own."""
 SPECIAL = (

@@ -28,7 +28,7 @@ class RetryingClient(Client):
         # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
         self.native = self.full_url.endswith(NATIVE)
         root = self.full_url.removesuffix(NATIVE if self.native else "/completions")
-        HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, TIMEOUT, "endpoint_key_env")
+        HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, TIMEOUT)
 
     async def fetch(
         self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None

@@ -1,4 +1,4 @@
-"""Ten styles of chat templates, twelve conversations: masks equal to renderings prefix by prefix, or a named reason."""
+"""Nine styles of chat templates, twelve conversations: masks equal to renderings by prefix, or a named reason."""
 
 import json
 
@@ -16,16 +16,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALLS = rf"\.tool_calls\[\d\]\.function\.name: {UNREAD}"
 REASONING = rf"\.reasoning_content: {UNREAD}"
 REFUSED = {
-    **{
-        (template, conversation): reason
-        for template in ("chatml", "chatml tagged", "phi")
-        for conversation, reason in {
-            "reasoning": REASONING,
-            "a call and its result": CALLS,
-            "agent": CALLS,
-            "ends in a call": CALLS,
-        }.items()
-    },
+    ("chatml", "reasoning"): REASONING,
+    **{("chatml", conversation): CALLS for conversation in ("a call and its result", "agent", "ends in a call")},
     ("qwen 3", "developer"): rf"messages\[0\]\.content: {UNREAD}",
     ("qwen 3", "two answers"): r"the ids depart at token \d+",
     ("qwen 3.5", "developer"): r"Unexpected message role\.",
