@@ -162,13 +162,13 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path):
         assert "\n" not in str(error.value)
 
     refused("medusa", "^backbone: expected frozen with teacher_cache, .* found lora$", backbone="lora")
-    refused("medusa", r"expected schema 'draftsmith\.features/1', found 'draftsmith\.teacher/1'", "laws")
+    refused("medusa", r"expected schema 'draftsmith\.features/2', found 'draftsmith\.teacher/2'", "laws")
     refused("draft", "^prompt_loss: expected false with .*laws, whose", "laws", temperature=1.0, prompt_loss=True)
     refused("draft", "^on_policy: expected 0 with teacher_cache", on_policy=0.5)
     refused("eagle", r"^layer_ids: expected some of \[\], after which", "last")
     refused("eagle", "^target_sharded: expected false with teacher_cache", target_sharded=True)
     mixed = [str(cached / "laws"), str(cached / "whole")]
-    with pytest.raises(InputError, match=r"expected schema 'draftsmith\.teacher/1', found 'draftsmith\.features/1'"):
+    with pytest.raises(InputError, match=r"expected schema 'draftsmith\.teacher/2', found 'draftsmith\.features/2'"):
         distill.distill(configured(pipeline, tmp_path / "out", teacher_cache=mixed))
     assert not (tmp_path / "out" / "model.safetensors").exists()
 

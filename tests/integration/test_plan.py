@@ -316,7 +316,7 @@ def test_a_carved_draft_a_cache_and_adapters_are_planned(pair, tmp_path):
     assert served.held(served.setting) == other.held(other.setting)
     assert "states from servers: 768 bytes a token, after layers 2 (the last), in float32" in served.facts()
     assert served.remarks() == ["of the target, on servers, the head alone is counted"]
-    (tmp_path / "manifest.json").write_text('{"schema": "draftsmith.features/1"}')
+    (tmp_path / "manifest.json").write_text('{"schema": "draftsmith.features/2"}')
     states = planned(pair, gpus=8, teacher_cache=f"[{tmp_path}]")
     assert states.held(states.setting) == other.held(other.setting)
     assert states.remarks() == ["of the target, in a cache, the head alone is counted"]

@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import os
 import socket
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from draftsmith.decode.progress import Phase, phase
 from draftsmith.train.data.shards import completion_files, read_completions
 from draftsmith.train.losses.positions import IGNORED
 
-VERSION = 2  # of the files below; another number makes all runs write them again
+VERSION = 3  # of the files below; another number makes all runs write them again
 DIRECTORY = ".mapped"
 SHARDS_A_BATCH = 64
 SAMPLES = pa.schema(
@@ -36,8 +35,7 @@ SAMPLES = pa.schema(
         ("spans", pa.list_(pa.int32())),  # begin and end of each span of tokens to learn from, alternately
         ("largest", pa.int32()),  # the largest token id
         ("prompt", pa.uint64()),  # a hash of the tokens before the first span, or of all if those are fewer than two
-        ("text", pa.uint64()),  # a hash of tokens and mask
-        ("checksum", pa.int64()),  # the checksum in teacher caches, of tokens and mask
+        ("text", pa.uint64()),  # a hash of tokens and mask, by which teacher caches know a sample
     ]
 )
 
@@ -129,17 +127,16 @@ def _samples(shards: Sequence[Path]) -> pa.RecordBatch:
     ends = np.append(0, pc.list_value_length(ids).to_numpy()).cumsum()
     tokens, mask = ids.flatten().to_numpy(), masks.flatten().to_numpy()
     spans, borders = _spans(mask != 0, ends)
-    prompts, texts, checksums = (np.empty(len(ids), kind) for kind in (np.uint64, np.uint64, np.int64))
+    prompts, texts = np.empty((2, len(ids)), np.uint64)
     for sample, (start, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
         own, edges = tokens[start:end], spans[borders[sample] : borders[sample + 1]]
         prompt = own[: edges[0]] if len(edges) else own
         prompts[sample] = _hash(prompt if len(prompt) > 1 else own)
         texts[sample] = _hash(own, edges)
-        checksums[sample] = checksum(own, mask[start:end])
     largest = np.maximum.reduceat(tokens, ends[:-1]) if len(ids) else tokens
     offsets = (pa.array(starts, pa.int32()) for starts in (ends, borders))
     lists = [pa.ListArray.from_arrays(at, values) for at, values in zip(offsets, (tokens, spans), strict=True)]
-    columns = [table["id"].combine_chunks(), *lists, *(pa.array(c) for c in (largest, prompts, texts, checksums))]
+    columns = [table["id"].combine_chunks(), *lists, *(pa.array(c) for c in (largest, prompts, texts))]
     return pa.RecordBatch.from_arrays(columns, schema=SAMPLES)
 
 
@@ -164,9 +161,10 @@ def _hash(*arrays: np.ndarray) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def checksum(input_ids: Sequence[int] | np.ndarray, loss_mask: Sequence[int] | np.ndarray = ()) -> int:
-    """Return a checksum of a sample's tokens and mask."""
-    return zlib.crc32(np.asarray(loss_mask, np.int8).tobytes(), zlib.crc32(np.asarray(input_ids, np.int32).tobytes()))
+def text_hash(input_ids: Sequence[int], loss_mask: Sequence[int]) -> int:
+    """Return the hash of a sample's tokens and mask, as in the column `text`."""
+    spans, _ = _spans(np.asarray(loss_mask) != 0, np.array([0, len(loss_mask)]))
+    return _hash(np.asarray(input_ids, np.int32), spans)
 
 
 class Texts:

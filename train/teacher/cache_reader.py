@@ -1,7 +1,7 @@
 """Training from a teacher cache: an index of its samples, and the distributions of each batch."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -21,11 +20,11 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase, track
 from draftsmith.decode.validation import Amount, Count, Share
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.data.shards import BaseManifest, CompletionsRef, read_manifest, read_shard
+from draftsmith.train.data.shards import BaseManifest, read_manifest, read_shard
 from draftsmith.train.losses.distributions import CachedDistributions
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.teacher.cache_writer import digest, identity
+from draftsmith.train.teacher.cache_writer import identity
 from draftsmith.train.teacher.distribution_shards import COLUMNS, NUMBERS, ROW_GROUP, SAMPLER, SCHEMA
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -35,7 +34,6 @@ class CacheManifest(BaseManifest):
     """The manifest of a cache."""
 
     vocab_size: Size
-    completions: list[CompletionsRef]
 
 
 @dataclass
@@ -165,7 +163,7 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
         if widths[path] != widths[caches[0]]:
             two = f"{widths[caches[0]]} in {caches[0]} and {widths[path]} in {path}"
             raise InputError(f"teacher_cache: expected caches of one k, found {two}")
-    return DistributionIndex(*locate(manifests, config, COLUMNS), k=widths[caches[0]], vocab_size=vocab_size)
+    return DistributionIndex(*locate(caches, config, COLUMNS), k=widths[caches[0]], vocab_size=vocab_size)
 
 
 def read_manifests(
@@ -189,52 +187,30 @@ def read_manifests(
 
 @phase("finding what is cached")
 def locate(
-    manifests: Mapping[str, dict[str, Any]], config: RecipeConfig, columns: pa.Schema
+    caches: Iterable[str], config: RecipeConfig, columns: pa.Schema
 ) -> tuple[np.ndarray, list[Path], np.ndarray]:
-    """Return the fields of a `SampleIndex` of all samples of a training run.
+    """Return the fields of a `SampleIndex` of all samples in some caches.
 
-    `columns` is the schema of the caches' shards. Raise InputError if completions or samples are in no cache, or a
+    `columns` is the schema of the caches' shards. Raise InputError if a sample of the training run is in no cache, or a
     shard is damaged.
     """
-    owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    for path, manifest in manifests.items():
-        for number, part in enumerate(manifest["completions"]):
-            owners.setdefault(part["sha256"], (Path(path), number))
-    hashes, places, files = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)], list[Path]()
-    for path in (*config.completions, *config.heldout_directories):
-        owner = owners.get(digest(path))
-        if owner is None:
-            text = f"teacher_cache: expected a cache of the completions {path} as they are"
-            raise InputError(f"{text}, found none among {', '.join(manifests)}; run draftsmith cache")
-        texts = Texts({path: map_completions(path, Path(str(config.training.output_dir)))})
-        shards, rows = _places(texts, *owner, columns)
-        hashes.append(texts.column("text"))
-        places.append(rows + np.array([len(files), 0]))
-        files += shards
-    joined = np.concatenate(hashes)
+    files = [file for cache in caches for file in sorted(Path(cache).glob("*.parquet"))]
+    hashes, places = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)]
+    with ThreadPoolExecutor() as pool:
+        read = pool.map(partial(read_cached, columns=columns, names=["text"]), files)
+        for at, shard in enumerate(track(read, "reading caches", "shards", len(files))):
+            hashes.append(shard["text"].to_numpy())
+            places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))
+    joined, output = np.concatenate(hashes), Path(str(config.training.output_dir))
+    paths = (*config.completions, *config.heldout_directories)
+    wanted = Texts({path: map_completions(path, output) for path in paths})
+    missing = np.flatnonzero(~np.isin(wanted.column("text"), joined))
+    if len(missing):
+        names = ", ".join(wanted.ids(missing[:5], with_source=True)) + (", …" if len(missing) > 5 else "")
+        text = f"teacher_cache: expected all {len(wanted)} samples of the run in {', '.join(caches)}"
+        raise InputError(f"{text}, found {len(missing)} missing: {names}; run draftsmith cache")
     order = joined.argsort(kind="stable")
     return joined[order], files, np.concatenate(places)[order]
-
-
-def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple[list[Path], np.ndarray]:
-    """Return a cache's shards of some completions, and each sample's shard and row, (N, 2); all must be there."""
-    files = sorted(cache.glob(f"{number:03d}-shard-*.parquet"))
-    with ThreadPoolExecutor() as pool:
-        read = pool.map(partial(read_cached, columns=columns, names=["id", "text"]), files)
-        shards = list(track(read, f"reading {cache}", "shards", len(files)))
-    places = [np.empty((0, 2), np.int64)]
-    for at, shard in enumerate(shards):
-        places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))
-    empty = pa.schema([columns.field(name) for name in ("id", "text")]).empty_table()
-    cached = pa.concat_tables([empty, *shards]).combine_chunks()
-    rows = pc.index_in(texts.table["id"], value_set=cached["id"].combine_chunks()).fill_null(-1).to_numpy()
-    present = rows >= 0
-    present[present] = cached["text"].to_numpy()[rows[present]] == texts.column("checksum")[present]
-    if not present.all():
-        missing = ", ".join(texts.ids(np.flatnonzero(~present)[:5])) + (", …" if (~present).sum() > 5 else "")
-        text = f"all {len(texts)} samples of {texts.sources[0]}, found none in {cache} for {missing}"
-        raise InputError(f"teacher_cache: expected {text}; run draftsmith cache again")
-    return files, np.concatenate(places)[rows]
 
 
 def read_cached(

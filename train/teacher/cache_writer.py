@@ -25,7 +25,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase, track
 from draftsmith.train import files
-from draftsmith.train.data.mapped import checksum
+from draftsmith.train.data.mapped import text_hash
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
 from draftsmith.train.job.processes import Processes, join_launched
 from draftsmith.train.losses.output_head import require_split
@@ -116,7 +116,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     ):
         processes.after_the_first(lambda: settle_manifest(output, manifest))
         processes.require_shared(output / MANIFEST)
-        missing = []  # by ids and checksums: a shard of other texts is written again
+        missing = []  # by ids and hashes: a shard of other texts is written again
         for source in track(sources, "shards that are there", "shards"):
             shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
             samples = [] if shard is None else zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True)
@@ -184,7 +184,7 @@ def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:
     texts = texts_of(file, vocab_size)
     if not texts:
         raise InputError(f"{file}: expected samples, found none")
-    samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
+    samples = tuple((name, text_hash(ids, mask)) for name, ids, mask in texts)
     positions, longest = sum(shards.positions(text) for text in texts), max(len(ids) for _, ids, _ in texts)
     return Source(file, f"{number:03d}-{file.name}", samples, positions, longest)
 

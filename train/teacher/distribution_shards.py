@@ -26,11 +26,11 @@ from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.teacher.cache_config import CacheConfig
 from draftsmith.train.teacher.sources import Source, Text, batches_of, pad_rows
 
-SCHEMA = "draftsmith.teacher/1"
+SCHEMA = "draftsmith.teacher/2"
 COLUMNS = pa.schema(
     [
         ("id", pa.string()),
-        ("text", pa.int64()),  # a checksum of the sample's tokens and loss mask
+        ("text", pa.uint64()),  # a hash of the sample's tokens and loss mask
         ("ids", pa.list_(pa.int32())),  # k for each loss position, position by position
         ("log_p", pa.list_(pa.float16())),
         ("log_tail", pa.list_(pa.float32())),
@@ -133,8 +133,8 @@ def distributions_of(
 
 
 def _write_shard(path: Path, source: Source, distributions: list[CachedDistributions]) -> None:
-    names, checksums = zip(*source.samples, strict=True)
-    columns: list[Any] = [names, checksums]
+    names, hashes = zip(*source.samples, strict=True)
+    columns: list[Any] = [names, hashes]
     for name, dtype in NUMBERS.items():
         columns.append([getattr(sample, name).to(dtype).flatten().numpy() for sample in distributions])
     shard = pa.table([pa.array(c, field.type) for c, field in zip(columns, COLUMNS, strict=True)], schema=COLUMNS)

@@ -154,7 +154,7 @@ def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) 
                 f"{one.feature_dtype} in {caches[0]}, and {list(other.layer_ids)} in {other.feature_dtype} in {path}"
             )
     layout = layouts[caches[0]]
-    return FeatureIndex(*locate(manifests, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
+    return FeatureIndex(*locate(caches, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
 
 
 def cached_states(columns: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ from draftsmith.train.models import DTYPES, load_config
 from draftsmith.train.teacher.cache_config import CacheConfig
 from draftsmith.train.teacher.sources import Source, Text, batches_of, pad_rows
 
-SCHEMA = "draftsmith.features/1"
+SCHEMA = "draftsmith.features/2"
 STATES = ("features", "hidden")
 """Columns of a shard: the states after some layers, (P, F), and those that the head reads, (P, H)."""
 
@@ -78,7 +78,7 @@ class Layout:
     def columns(self) -> pa.Schema:
         """The schema of a shard."""
         states = [(name, pa.list_(pa.binary(width * self.dtype.itemsize))) for name, width in self.widths.items()]
-        return pa.schema([("id", pa.string()), ("text", pa.int64()), *states])
+        return pa.schema([("id", pa.string()), ("text", pa.uint64()), *states])
 
 
 class Teacher(Protocol):
@@ -208,7 +208,7 @@ def shard_writer(path: Path, columns: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 def _row(columns: pa.Schema, sample: tuple[str, int], states: dict[str, Tensor]) -> pa.Table:
     name, text = sample
-    arrays = [pa.array([name], pa.string()), pa.array([text], pa.int64())]
+    arrays = [pa.array([name], pa.string()), pa.array([text], pa.uint64())]
     for column, states_PX in states.items():
         kind = columns.field(column).type
         content = pa.py_buffer(states_PX.contiguous().view(torch.uint8).numpy())  # Arrow wraps the bytes: no copy

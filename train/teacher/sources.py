@@ -15,7 +15,7 @@ Text = tuple[str, list[int], list[int]]
 
 @dataclass(frozen=True)
 class Source:
-    """A shard of completions, and the cache shard made from it: its name, sample ids and checksums, and positions.
+    """A shard of completions, and the cache shard made from it: its name, sample ids and hashes, and positions.
 
     `longest` is in tokens.
     """

@@ -16,7 +16,7 @@ from pipelines import training_data, write_completions
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import mapped
 from draftsmith.train.data.examples import require_disjoint_prompts, split_off, training_examples
-from draftsmith.train.data.mapped import Texts, checksum, map_completions
+from draftsmith.train.data.mapped import Texts, map_completions, text_hash
 from draftsmith.train.data.packing import pack
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.positions import IGNORED
@@ -64,8 +64,8 @@ def test_what_is_mapped_is_what_was_written(tmp_path):
     counts = [sum(label != IGNORED for label in row["labels"]) for row in [*one, *two]]
     assert data.texts.loss_tokens().tolist() == counts
     masks = [[int(label != IGNORED) for label in row["labels"]] for row in [*one, *two]]
-    sums = [checksum(row["input_ids"], mask) for row, mask in zip([*one, *two], masks, strict=True)]
-    assert data.texts.column("checksum").tolist() == sums
+    hashes = [text_hash(row["input_ids"], mask) for row, mask in zip([*one, *two], masks, strict=True)]
+    assert data.texts.column("text").tolist() == hashes
     for cut in (1, 3, 9, 20):
         expected = [sum(label != IGNORED for label in row["labels"][:cut]) for row in [*one, *two]]
         assert data.texts.loss_tokens(cut).tolist() == expected
