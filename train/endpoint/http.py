@@ -45,14 +45,16 @@ def _certificates(file: str | None, directory: str | None) -> ssl.SSLContext:
 class HttpClient:
     """A client for requests to one server; an asynchronous context manager.
 
-    Paths are added to `url`. `name` is the option that gave the URL, for messages, and `key_env` the environment
-    variable with the API key, which the option NAME_key_env gave. `timeout` is in seconds, for one whole answer. A
-    missing key, and a proxy or certificates that cannot be used, raise an InputError.
+    Paths are added to `url`. `name` is the option that gave the URL, for messages, and `key_field` the option that
+    named `key_env`, the environment variable with the API key. `timeout` is in seconds, for one whole answer. A missing
+    key, and a proxy or certificates that cannot be used, raise an InputError.
     """
 
-    def __init__(self, url: str, name: str, key_env: str | None = None, timeout: float = 600.0):
+    def __init__(
+        self, url: str, name: str, key_env: str | None = None, timeout: float = 600.0, key_field: str | None = None
+    ):
         self.url, self.name, self.timeout = url, name, timeout
-        self.key = api_key(key_env, f"{name}_key_env")
+        self.key = api_key(key_env, key_field or f"{name}_key_env")
         try:
             self._client = httpx2.AsyncClient(
                 headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
