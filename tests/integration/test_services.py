@@ -106,7 +106,7 @@ def test_a_drafter_is_trained_on_the_states_of_a_target_in_another_container(mon
     config = parse_config(cli.config_class(command), [*fields, "--training.use_cpu", "true"])
     assert config.teacher == [f"vllm:http://target-states:{port_of(target)}"] and config.target == target["command"][0]
     states = target["environment"]["STATES"]
-    assert all(any(mount.endswith(f":{states}") for mount in part["volumes"]) for part in (target, training))
+    assert any(mount.endswith(f":{states}") for mount in target["volumes"])
     devices = [service["deploy"]["resources"]["reservations"]["devices"][0] for service in (target, training)]
     serve, train = (device["device_ids"] for device in devices)
     assert [*serve, *train] == [str(gpu) for gpu in range(8)]
