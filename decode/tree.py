@@ -7,6 +7,7 @@ block of K drafted tokens is fed as 1 + K positions, the root first.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,3 +237,17 @@ def masks_of(trees: Sequence[Tree], width: int, device: torch.device) -> tuple[T
         visible[row, :size, :size] = tree.visible
         depths[row, 1:size] = torch.tensor(tree.depths)
     return visible.to(device), depths.to(device)
+
+
+def searched_tree(config: Any, key: str) -> Tree | None:
+    """Return the tree whose choices a drafter's config has under `key`; None for chains, an `InputError` if invalid."""
+    choices = getattr(config.get_text_config(), key, None)
+    if choices is None:
+        return None
+    try:
+        tree = Tree.from_choices(choices)
+    except TypeError as error:
+        raise InputError(f"{key}: expected lists of ranks, found {choices!r}") from error
+    if not len(tree):
+        raise InputError(f"{key}: expected at least one node, found none")
+    return tree

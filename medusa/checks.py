@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.tree import Tree
+from draftsmith.decode.tree import Tree, searched_tree
 from draftsmith.medusa.checkpoint_files import read_safetensors, shards
 from draftsmith.train.checkpoint import files_of
 from draftsmith.train.kinds.findings import Finding

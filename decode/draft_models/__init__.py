@@ -1,1 +1,1 @@
-"""Parts of draft models that other causal LMs lack: cut vocabularies and trees of their own."""
+"""Draft models with a cut vocabulary, and tokens without a logit."""

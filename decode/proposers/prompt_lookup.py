@@ -1,6 +1,6 @@
 """Prompt lookup: drafts copied from earlier in the text, without a model or an index."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import inf
 
 import numpy as np
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.copied import CopiedDraft, CopyProposer, Evidence, Finder
 from draftsmith.decode.replay.texts import Distributions
-from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.sampling import Sampler
 
 
@@ -32,10 +31,6 @@ class PromptLookupProposer(CopyProposer):
     def finder(self, max_length: int) -> Finder:
         """Return a function that drafts chains; it keeps no state."""
         return self._find
-
-    def find(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[CopiedDraft]:
-        """Return a chain for each row, possibly empty."""
-        return [self._find(text, k) for text, k in zip(host_tokens(contexts), draft_lengths, strict=True)]
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first drafted token's distribution: one-hot, or all zero if nothing is drafted."""

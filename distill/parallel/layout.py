@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import follows_one_path
-from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.tree import Tree
+from draftsmith.decode.tree import Tree, searched_tree
 
 MASK_TOKEN = "pard_token"  # the config key of the mask token; vLLM reads it
 LENGTH = "parallel_length"

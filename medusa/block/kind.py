@@ -55,8 +55,7 @@ class Block(FeatureKind):
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the drafter and its tree."""
-        from draftsmith.decode.draft_models.searched_tree import searched_tree
-        from draftsmith.decode.tree import Tree
+        from draftsmith.decode.tree import Tree, searched_tree
         from draftsmith.medusa.block.proposer import BlockProposer
 
         heads, lengths = self.heads(spec, loading), spec.draft_lengths

@@ -47,8 +47,7 @@ class Eagle(FeatureKind):
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the heads and their tree."""
-        from draftsmith.decode.draft_models.searched_tree import searched_tree
-        from draftsmith.decode.tree import Tree
+        from draftsmith.decode.tree import Tree, searched_tree
         from draftsmith.medusa.eagle.proposer import EagleProposer
 
         heads, lengths = self.heads(spec, loading), spec.draft_lengths

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from draftsmith.decode.cache.features import collect_features, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.target_states import KeysValues
 
 VOCAB = 31
 
@@ -44,30 +43,6 @@ def test_features_are_the_hidden_states_of_the_library(target):
 def test_depths_that_the_target_does_not_have_are_refused(target, depths):
     with pytest.raises(InputError, match=r"^depths: expected ascending depths between 1 and the target's 4 layers"):
         collect_features(target, depths).__enter__()
-
-
-@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-                                     {"fc_norm": True}])  # fmt: skip
-def test_places_one_by_one_are_all_places_at_once(target, options):
-    torch.manual_seed(0)
-    heads = EagleHeads.of_target(target, **options).double()
-    ids, positions = torch.randint(VOCAB, (2, 7)), torch.arange(6)
-    embeddings = target.get_input_embeddings()(ids[:, 1:]).double()
-    with collect_features(target, heads.layer_ids) as features:
-        target(ids[:, :-1])
-    states = heads.fuse(features[0].double())
-    whole = heads(embeddings, states, positions[None])
-    before, parts = None, []
-    for index in range(6):
-        at = slice(index, index + 1)
-        mask = torch.ones(1, 1, 1, index + 1, dtype=torch.bool)
-        step = heads(embeddings[:, at], states[:, at], positions[None, at], before, mask)
-        before = (
-            step.own if before is None else KeysValues(*(torch.cat(p, 2) for p in zip(before, step.own, strict=True)))
-        )
-        parts.append(step.hidden)
-    torch.testing.assert_close(torch.cat(parts, 1), whole.hidden)
-    assert (whole.states is whole.hidden) == options.get("norm_output", False)
 
 
 def test_under_autocast_nothing_is_kept_beside_what_the_maps_compute_in(target):

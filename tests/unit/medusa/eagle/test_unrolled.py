@@ -52,8 +52,8 @@ def of_one_round(heads: EagleHeads, embeddings: torch.Tensor, features: torch.Te
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"norm_before_residual": True, "norm_output": True, "fc_norm": True}, {"num_key_value_heads": 1},
-     {"sliding_window": 1}, {"sliding_window": 2}, {"sliding_window": 5}],
+    [{}, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}, {"fc_norm": True},
+     {"num_key_value_heads": 1}, {"sliding_window": 1}, {"sliding_window": 2}, {"sliding_window": 5}],
 )  # fmt: skip
 def test_each_round_is_what_a_decoder_computes(target, options):
     heads = heads_of(target, **options)

@@ -8,12 +8,8 @@ import torch
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import overlap
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_objective
-from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.divergences import divergence
 from draftsmith.train.losses.objective import NAMES, Objective
-from draftsmith.train.losses.output_head import OutputHead
 
 N, V = 14, 17
 
@@ -61,23 +57,6 @@ def test_the_deployments_law_is_what_is_compared(name):
     assert math.isfinite(found.item())
     if expected is not None:
         assert found.item() == pytest.approx(float(expected), rel=1e-4)
-
-
-@pytest.mark.parametrize("further", [{}, {"tvd": 2.0, "jsd": 0.1}])
-def test_the_chunked_objective_is_the_eager_one(further):
-    generator = torch.Generator().manual_seed(3)
-    p_hidden, q_hidden = (torch.randn(N, 6, generator=generator) for _ in range(2))
-    p_head, q_head = (torch.randn(V, 6, generator=generator) for _ in range(2))
-    objective = Objective({"lk_hybrid": 1.0, "nla": 0.2, **further}, 0.9)
-    leaves = [q_hidden.requires_grad_(True), q_head.requires_grad_(True)]
-    labels = drawn()[2]
-    weights = torch.rand(N, generator=generator)
-    eager = (weights * objective.features(p_hidden @ p_head.T, q_hidden @ q_head.T, labels)[:, 0]).sum()
-    teacher, sizes = LiveDistributions(p_hidden, OutputHead(p_head)), ChunkSizes(5 * V, 2 * V)
-    found = chunked_objective(objective, q_hidden, OutputHead(q_head), teacher, labels, sizes, weights)
-    assert found.item() == pytest.approx(eager.item(), rel=1e-5)
-    for one, two in zip(*(torch.autograd.grad(loss, leaves) for loss in (eager, found)), strict=True):
-        assert torch.allclose(one, two, atol=1e-5)
 
 
 def test_where_tokens_are_cut_the_kl_sees_all_of_q_and_alpha_what_is_deployed():
