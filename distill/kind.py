@@ -1,6 +1,6 @@
 """Draft models: causal language models that are smaller than their target."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
-    from draftsmith.train.kinds.findings import Finding
-    from draftsmith.train.kinds.parts import Part, Side
 
 DISTILL = Recipe(
     "distill",
@@ -26,19 +24,10 @@ DISTILL = Recipe(
     made=("init.",),
 )
 SERVERS = ("vllm", "sglang")  # the servers that load a draft model unchanged
-CHEAP = 0.5  # a draft with more than this share of the target's parameters hardly pays
 
 
 class Draft(CausalKind):
     """A draft model with any way of drafting; servers load its directory unchanged."""
-
-    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
-        """Compare sizes and tokenizers."""
-        from draftsmith.train.kinds.parts import Side
-
-        assert isinstance(part, Side)
-        yield _compare_sizes(target, part)
-        yield _compare_tokenizers(target, part)
 
     def check_export(self, config: "ExportOptions") -> None:
         """Refuse options that would change the model."""
@@ -158,40 +147,3 @@ class RunAheadDraft(_OneByOne):
 
         model = self.model(spec, loading)
         return self.drafter(spec, RunAheadProposer(model), model=model)
-
-
-def _compare_sizes(target: "Side", draft: "Side") -> "Finding":
-    from draftsmith.train.kinds.findings import Finding
-
-    p, q = target.model.num_parameters(), draft.model.num_parameters()
-    text = f"the draft has {q / p:.1%} of the target's parameters"
-    if q > CHEAP * p:
-        return Finding("warning", "sizes", text, "a draft pays by being far cheaper: --costs true says from which α on")
-    return Finding("ok", "sizes", text)
-
-
-def _compare_tokenizers(target: "Side", draft: "Side") -> "Finding":
-    from draftsmith.decode.proposers.renumbered import matching_ids
-    from draftsmith.train.kinds.findings import Finding
-    from draftsmith.train.models import check_same_tokenizer
-
-    name, alike = "tokenizers", matching_ids(draft.tokenizer, target.tokenizer) is not None
-    try:
-        check_same_tokenizer(target.tokenizer, draft.tokenizer, target.path, draft.path, vocab_size=target.head)
-    except InputError as error:
-        difference = str(error).rpartition("found ")[2]
-        if alike:
-            text = f"the same pieces under other ids: {difference}"
-            remedy = "generate renumbers them; distill and measure want one tokenizer for both"
-            return Finding("warning", name, text, remedy)
-        return Finding("error", name, difference, "take a draft with the target's tokenizer")
-    size = len(target.tokenizer)
-    # Slow tokenizers do not show how they split.
-    if not alike and target.tokenizer.is_fast and draft.tokenizer.is_fast:
-        return Finding(
-            "warning",
-            name,
-            f"the same {size} tokens with the same ids, but text is split into them otherwise",
-            "copy the target's tokenizer.json into the draft's directory; drafts read text as the target splits it",
-        )
-    return Finding("ok", name, f"the same {size} tokens with the same ids")

@@ -267,8 +267,11 @@ class DraftingHeads(PreTrainedModel):
         """Return None: the embeddings that heads see are the target's."""
         return None
 
-    def check_tokens(self, field: str) -> None:
-        """Raise an InputError that names the field unless the ids that they may draft are distinct and below V."""
+    def check_tokens(self, field: str, stored: Mapping[str, Tensor] | None = None) -> None:
+        """Raise an InputError that names the field unless the ids that they may draft are distinct and below V.
+
+        `stored` has all tensors of their file, if it is another tool's.
+        """
         ids = self.token_map
         if ids is not None and ids.device.type != "meta":
             check_ids(ids, self.config.vocab_size, field)

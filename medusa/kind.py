@@ -1,6 +1,6 @@
 """The base of kinds of heads: they are stored in one directory, and read the target's hidden states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
-    from draftsmith.train.kinds.findings import Finding
     from draftsmith.train.kinds.parts import Part, Side
 
 
@@ -20,7 +19,7 @@ class HeadsKind(DrafterKind):
     """Heads on a target; the modules of their package are imported only when a command needs them."""
 
     package: ClassVar[str]
-    """It has the modules `checks` and `formats.export`."""
+    """It has the module `formats.export`."""
     model_class: ClassVar[str]
     """The class of the heads, as "module:Class" in their package."""
 
@@ -48,13 +47,10 @@ class HeadsKind(DrafterKind):
 
         return vocabulary_override(target)
 
-    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
-        """Load heads of any tool without their weights."""
-        return self._module("checks").inspect(spec)  # type: ignore[no-any-return]
-
-    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
-        """Compare shapes, the tree with the heads, and their files with what servers load."""
-        return self._module("checks").compare(target, part)  # type: ignore[no-any-return]
+    def inspect(self, spec: DrafterSpec, target: "Side | None", trust_remote_code: bool) -> "Part":
+        """Read heads of any tool, as `export --import_from` does, and require that they fit the target."""
+        formats = self._module("formats.export").FORMATS
+        return formats.inspect(self.heads_class(), str(self.tree_key), spec, target)  # type: ignore[no-any-return]
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
         """Write the heads for a server or another tool."""
@@ -69,11 +65,3 @@ class HeadsKind(DrafterKind):
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
         """Read the heads of another tool."""
         return self._module("formats.export").FORMATS.import_from(config, source)  # type: ignore[no-any-return]
-
-
-class FeatureKind(HeadsKind):
-    """Heads on features of the target, whose layers have a cache."""
-
-    def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
-        """Return how a run begins, and findings such as an unusual learning rate."""
-        return self._module("checks").check_run(target, config)  # type: ignore[no-any-return]

@@ -214,18 +214,3 @@ def run_of(text: str) -> tuple[DrafterKind, str]:
     if not file:
         raise InputError(f"run: expected KIND:FILE, found {text}")
     return kind_named(name), file
-
-
-def aliases_of_runs() -> dict[str, Any]:
-    """Return the metadata of a field of training runs, each KIND:FILE."""
-
-    def spelled(kind: DrafterKind, files: list[Any]) -> list[str]:
-        return [f"{kind.name}:{file}" for file in files]
-
-    return {
-        "aliases": lambda: [
-            Alias(f"{kind.name}_run", f"of --run {kind.name}", list, partial(spelled, kind))
-            for kind in KINDS
-            if kind.recipe is not None
-        ]
-    }

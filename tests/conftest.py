@@ -195,14 +195,6 @@ def short_timing(monkeypatch):
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """Read exported files by the same functions without a process each; test_export.py starts them."""
-    from in_place import read_in_place
-
-    read_in_place(monkeypatch)
-
-
-@pytest.fixture
 def traced(monkeypatch):
     """Run compiled forwards as they were traced; gives the list of those that are made, (model, variant)."""
     from programs import Traced

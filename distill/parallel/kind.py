@@ -1,6 +1,7 @@
 """Parallel drafts as a kind of drafter."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions
-    from draftsmith.train.kinds.findings import Finding
-    from draftsmith.train.kinds.parts import Part, Side
+    from draftsmith.train.kinds.parts import Side
 
 
 class ParallelDraft(Draft):
@@ -68,17 +68,17 @@ class ParallelDraft(Draft):
 
         return ParallelDraftProposer(model)
 
-    def at_once(self, model: "PreTrainedModel") -> int | None:
-        """Return the trained length, or 4."""
-        from draftsmith.distill.export import GAMMA
-        from draftsmith.distill.parallel.layout import length_of
+    def inspect(self, spec: DrafterSpec, target: "Side | None", trust_remote_code: bool) -> "Side":
+        """Require the mask token and the tree of its config."""
+        from draftsmith.distill.parallel.layout import length_of, mask_token_of, tree_of
 
-        return length_of(model.config) or GAMMA
-
-    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
-        """Compare sizes and tokenizers, and check the mask token."""
-        yield from super().compare(target, part)
-        yield _check_masks(part)
+        draft = super().inspect(spec, target, trust_remote_code)
+        mask, length = mask_token_of(draft.model), length_of(draft.model.config)
+        tokens = "tokens" if length is None else f"{length} tokens"
+        text = f"{draft.text}; drafts {tokens} in one forward, with token {mask} for a mask"
+        if (tree := tree_of(draft.model.config)) is not None:
+            text += f", and a tree of {len(tree)}, {tree.depth} deep"
+        return replace(draft, text=text)
 
     def drafting(self, config: "ExportOptions", model: "PretrainedConfig") -> dict[str, Any]:
         """Return γ, by default the trained length, and the flag of parallel drafts.
@@ -108,26 +108,3 @@ class ParallelDraft(Draft):
         if (tree := tree_of(model.config)) is not None:
             lines.append(f"the tree of {len(tree)} tokens in its config.json is not for vLLM, which drafts chains")
         return lines
-
-
-def _check_masks(draft: "Part") -> "Finding":
-    from draftsmith.distill.parallel.layout import is_unused, length_of, mask_token_of, tree_of
-    from draftsmith.train.kinds.findings import Finding
-    from draftsmith.train.kinds.parts import Side
-
-    assert isinstance(draft, Side)
-    try:
-        mask, length = mask_token_of(draft.model), length_of(draft.model.config)
-        tree = tree_of(draft.model.config)
-    except InputError as error:
-        text = str(error).removeprefix("parallel draft: ")
-        return Finding("error", "parallel", text, "take a draft as `distill --parallel` writes it")
-    tokens = "tokens" if length is None else f"{length} tokens"
-    text = f"drafts {tokens} in one forward (--parallel_draft), with token {mask} for a mask"
-    if tree is not None:
-        text += f", and a tree of {len(tree)}, {tree.depth} deep"
-    if is_unused(draft.tokenizer, mask):
-        return Finding("ok", "parallel", text)
-    remedy = "drafts stay lossless, but it can't tell a mask from text: train with an unused token"
-    written = draft.tokenizer.convert_ids_to_tokens(mask)
-    return Finding("warning", "parallel", f"{text}, which texts may contain: {written!r}", remedy)

@@ -105,11 +105,6 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     )
 
 
-def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Return whether texts contain no such token, as far as the tokenizer knows: see `unused_token`."""
-    return token > max(tokenizer.get_vocab().values()) or token in _unused_added(tokenizer)
-
-
 def _unused_added(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # The padding token may have a second role in texts: it is often the end of sequence.
     roles = [name for role, name in tokenizer.special_tokens_map.items() if role != "pad_token"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import DFLASH, FAMILIES, MADE, SPECULATORS
-from draftsmith.medusa.kind import FeatureKind
+from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.base import Proposer
 
 
-class Block(FeatureKind):
+class Block(HeadsKind):
     """A few layers on features of the target that draft a block in one forward: DFlash, DSpark, DFlash 2 and Domino."""
 
     name, title = "block", "block drafter"
@@ -30,7 +30,6 @@ class Block(FeatureKind):
         made=("draft_vocabulary", *MADE, "markov_rank", "selector_rank", "domino_rank"),
     )
     tree_key, whole_blocks = "block_tree", True
-    cost_remedy = "train one with fewer layers, or a smaller --draft_vocabulary"
     formats = ("own", "vllm", "sglang", "speculators")
     launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
 

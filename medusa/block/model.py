@@ -288,10 +288,10 @@ class BlockDrafter(FeatureHeads):
         """The depths of the target's features, ascending: the number of layers before each."""
         return [layer + 1 for layer in self.config.target_layer_ids]
 
-    def check_tokens(self, field: str = "d2t", tensors: Mapping[str, Tensor] | None = None) -> None:
+    def check_tokens(self, field: str = "d2t", stored: Mapping[str, Tensor] | None = None) -> None:
         """Check the ids of `d2t`, and with the other tensors of its file that it holds distances."""
         super().check_tokens(field)
-        ids, tensors = self.token_map, tensors or {}
+        ids, tensors = self.token_map, stored or {}
         if ids is None or self.d2t is None or ids.device.type == "meta":
             return
         if "t2d" in tensors:

@@ -9,6 +9,7 @@ Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden
 heads'.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -227,7 +228,7 @@ class EagleHeads(FeatureHeads):
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
 
-    def check_tokens(self, field: str = "d2t") -> None:
+    def check_tokens(self, field: str = "d2t", stored: Mapping[str, Tensor] | None = None) -> None:
         """Check the ids of `d2t`, and that `t2d` names the same tokens."""
         super().check_tokens(field)
         ids = self.token_map

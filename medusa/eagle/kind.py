@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.medusa.kind import FeatureKind
+from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.base import Proposer
 
 
-class Eagle(FeatureKind):
+class Eagle(HeadsKind):
     """One layer on features of the target; it drafts chains, or the tree of its config."""
 
     name, title = "eagle", "EAGLE-3 heads"
@@ -30,7 +30,6 @@ class Eagle(FeatureKind):
     )
     grows_trees = True
     tree_key = "eagle_tree"
-    cost_remedy = "train heads with a smaller --draft_vocabulary"
     formats = ("own", "vllm", "sglang", "speculators")
     launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
 

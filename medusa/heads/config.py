@@ -89,8 +89,3 @@ class MedusaPlanConfig(Machines, MedusaTrainingConfig):
     """Say whether a training run of Medusa heads fits its GPUs and how long it takes."""
 
     plan_class = "draftsmith.medusa.heads.memory:MedusaPlan"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads is not None:
-            raise InputError("heads: expected none in a plan, which needs their shape alone (num_heads, …), found one")

@@ -1,7 +1,6 @@
 """Medusa and Hydra heads as a kind of drafter."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions
-    from draftsmith.train.kinds.findings import Finding
 
 
 class Medusa(HeadsKind):
@@ -42,13 +40,13 @@ class Medusa(HeadsKind):
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Refuse files that only other tools read."""
-        from draftsmith.medusa.heads.formats.importing import foreign_format
+        from draftsmith.medusa.heads.formats.importing import marks
 
-        format = foreign_format(Path(str(spec.path)))
-        if format not in (None, "vllm"):
+        path = Path(str(spec.path))
+        if (path / "config.json").is_file() and "fasterdecoding" in (formats := marks(path)):
             raise InputError(
-                f"medusa: expected heads of ours in {spec.path}, found {format}'s, which draftsmith export "
-                f"--import_from {spec.path} reads"
+                f"medusa: expected heads of ours in {path}, found {formats[-1]}'s, which draftsmith export "
+                f"--import_from {path} reads"
             )
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
@@ -76,10 +74,6 @@ class Medusa(HeadsKind):
         # Chains cannot be longer than the number of heads.
         draft_length = min(draft_length, heads.config.num_heads)
         return MedusaProposer(heads, Tree.chain(draft_length)), draft_length
-
-    def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
-        """Measure the cost of a round of the tree."""
-        return super().costs(replace(spec, name="heads") if spec.name == self.name else spec, loading)
 
     def check_format(self, config: "ExportOptions") -> None:
         """Check the format; the message for SGLang says that it loads no Medusa heads."""

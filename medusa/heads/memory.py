@@ -50,7 +50,12 @@ class MedusaPlan(HeadsPlan):
 
     def build(self, lm_heads: str) -> MedusaHeads:
         """Return the heads, with "own" language-model heads or a "shared" one."""
-        config, head = self.config, head_of(self.target(self.setting.target_dtype))
+        config, target = self.config, self.target(self.setting.target_dtype)
+        if config.heads is not None:
+            earlier = MedusaHeads.without_weights(config.heads)
+            earlier.check_fits(target)
+            return earlier
+        head = head_of(target)
         vocab_size, hidden_size = head.weight.shape
         at_most(vocab_size).check("draft_vocabulary", config.draft_vocabulary or vocab_size)
         shape = MedusaConfig(
@@ -63,8 +68,7 @@ class MedusaPlan(HeadsPlan):
             lm_head_bias=head.bias is not None,
             hydra=config.hydra,
         )
-        heads = MedusaHeads(shape)
-        return heads
+        return MedusaHeads(shape)
 
     def ends(self, drafter: MedusaHeads) -> Sequence[nn.Module]:
         """Return the language-model heads: K of them, or one."""
@@ -136,8 +140,8 @@ class MedusaPlan(HeadsPlan):
 
     def notes(self) -> list[str]:
         """Return a line that describes the run."""
-        config, lm_heads = self.config, self.setting.lm_heads
-        return [f"{config.num_heads} heads, {lm_heads} language-model heads, backbone {config.backbone}"]
+        heads, lm_heads = self.drafter(self.setting).config.num_heads, self.setting.lm_heads
+        return [f"{heads} heads, {lm_heads} language-model heads, backbone {self.config.backbone}"]
 
     def known_changes(self) -> list[tuple[str, str, Any]]:
         """Return changes that may help: also shared language-model heads, and only what the backbone allows."""

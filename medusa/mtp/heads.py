@@ -26,10 +26,17 @@ from transformers.modeling_layers import MtpModel
 from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import DraftingHeads
-from draftsmith.medusa.mtp.native import load_native, make_layers
+from draftsmith.medusa.mtp.native import check_mapping, check_names, load_native, make_layers, stored_layers
 from draftsmith.medusa.round_attention import Rounds, same_text
 from draftsmith.medusa.target_states import gather_weights
-from draftsmith.train.checkpoint import WEIGHTS, check_finite, reading_errors, stored_tensors
+from draftsmith.train.checkpoint import (
+    WEIGHTS,
+    check_finite,
+    files_of,
+    mtp_layers,
+    reading_errors,
+    stored_tensors,
+)
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.quantization import float_state, own_shapes
 
@@ -110,6 +117,19 @@ class MtpHeads(DraftingHeads):
             load_model(heads, Path(path) / WEIGHTS)
         check_finite(heads, path, "mtp")
         return nn.Module.to(heads, target.device)
+
+    @classmethod
+    def as_shipped(cls, path: str, target: PreTrainedModel) -> "MtpHeads":
+        """Return the layers that a target's files hold without their weights, or raise an InputError.
+
+        Hub ids whose weights are not yet here have the layers that their config promises.
+        """
+        stored = stored_layers(path, target.config)
+        unseen = 0 if files_of(path).is_dir() else mtp_layers(target.config)
+        native = make_layers(target, unseen or check_names(stored, target.config, path), stored)
+        if stored:
+            check_mapping(native, target, stored, path)
+        return cls(nn.Module.to(native, target.dtype), target)
 
     @classmethod
     def as_stored(cls, path: str, target: PreTrainedModel) -> "MtpHeads":

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
-    from draftsmith.train.kinds.findings import Finding
     from draftsmith.train.kinds.parts import Part, Side
 
 GAMMA = 4
@@ -32,7 +31,6 @@ class Mtp(DrafterKind):
         "draftsmith.medusa.mtp.config:MtpPlanConfig",
         made=("num_layers",),
     )
-    cost_remedy = "take a smaller --draft_length"
     formats = launched = verifiable = ("target",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
@@ -64,11 +62,25 @@ class Mtp(DrafterKind):
         proposer, greedy = MtpProposer(heads), MtpProposer(heads, greedy=True)
         return Drafter(spec.name or spec.kind, spec.kind, self, path, proposer, greedy, heads, spec.draft_lengths)
 
-    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
+    def inspect(self, spec: DrafterSpec, target: "Side | None", trust_remote_code: bool) -> "Part | None":
         """Find the layers in the target's directory, and whether all their tensors map; or those in their own."""
-        from draftsmith.medusa.mtp.native import inspect
+        import torch
 
-        return inspect(spec, trust_remote_code)
+        from draftsmith.medusa.mtp.heads import MtpHeads
+        from draftsmith.medusa.mtp.native import stored_layers
+        from draftsmith.train.checkpoint import files_of, stored_tensors
+        from draftsmith.train.kinds.parts import UNSEEN, Part, widely_stored
+        from draftsmith.train.kinds.quantities import count, count_of
+
+        if target is None:
+            return None
+        path, model = spec.path or target.path, target.model
+        with torch.device("meta"):
+            heads = MtpHeads.as_shipped(path, model) if spec.path is None else MtpHeads.as_stored(path, model)
+        stored = stored_layers(path, model.config) if spec.path is None else stored_tensors(path, "mtp")
+        text = f"{count_of(len(heads.layers), 'MTP layer')}, {count(heads.num_parameters())} parameters"
+        text += "" if files_of(path).is_dir() else UNSEEN
+        return Part(spec.name or spec.kind, path, heads, text, widely_stored(stored), heads.cached_numbers)
 
     def format_for(self, server: str | None) -> str:
         """Return the only format: both servers read the target's files."""
@@ -106,9 +118,3 @@ class Mtp(DrafterKind):
         speculative = {"method": "mtp", "num_speculative_tokens": config.draft_length or GAMMA}
         served = Served("the MTP layers", speculative, target=str(config.output))
         return [served], lambda target: MtpProposer(MtpHeads.from_directory(path, target))
-
-    def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
-        """Return which layers a run trains, and how many steps."""
-        from draftsmith.medusa.mtp.native import describe_run
-
-        return describe_run(target, config)

@@ -8,7 +8,7 @@ from torch import nn
 from draftsmith.medusa.memory import FeaturePlan
 from draftsmith.medusa.mtp.config import MtpPlanConfig
 from draftsmith.medusa.mtp.heads import MtpHeads
-from draftsmith.medusa.mtp.native import new_layers
+from draftsmith.medusa.mtp.native import make_layers
 from draftsmith.medusa.mtp.trainer import MtpTrainer, work_of_steps
 from draftsmith.train.kinds.quantities import count_of
 from draftsmith.train.memory.setting import MemorySetting
@@ -22,7 +22,14 @@ class MtpPlan(FeaturePlan):
 
     def build(self, lm_heads: str) -> MtpHeads:
         """Return the run's layers."""
-        heads, self._begun = new_layers(self.target(self.setting.target_dtype), self.config)
+        config, target = self.config, self.target(self.setting.target_dtype)
+        if config.heads is not None:
+            heads, self._begun = MtpHeads.as_stored(config.heads, target), f"from {config.heads}"
+        elif config.begins_new:
+            heads = MtpHeads(make_layers(target, config.num_layers or 1), target)
+            self._begun = "begun as the target's last layer"
+        else:
+            heads, self._begun = MtpHeads.as_shipped(config.target, target), "the target's own"
         return heads.float().requires_grad_(True)  # type: ignore[no-any-return]
 
     def ends(self, drafter: MtpHeads) -> Sequence[nn.Module]:

@@ -7,12 +7,10 @@ names; those of others are found here. All tensors must be there, and all must m
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
@@ -28,7 +26,6 @@ from transformers.utils.generic import ContextManagers
 from draftsmith.decode.cache.features import check_apart
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
-from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.train.checkpoint import (
     MTP_COUNTS,
     Stored,
@@ -39,11 +36,7 @@ from draftsmith.train.checkpoint import (
     reading_errors,
     stored_tensors,
 )
-from draftsmith.train.kinds.drafter import DrafterSpec
-from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import UNSEEN, Part, Side, by_dtype
-from draftsmith.train.kinds.quantities import count, count_of
-from draftsmith.train.models import empty_model, load_config, whole_weights
+from draftsmith.train.models import load_config, whole_weights
 
 SHARED = re.compile(r"(^|\.)(embed_tokens|shared_head\.head)\.weight$")
 """Copies of the target's embeddings and head, which some checkpoints repeat in each MTP layer."""
@@ -160,59 +153,9 @@ def check_shared(target: PreTrainedModel, tensors: Mapping[str, Any], path: str)
                 raise InputError(f"drafter: expected MTP layers with the target's {part} in {path}, found other {name}")
 
 
-def inspect(spec: DrafterSpec, trust_remote_code: bool) -> tuple[Part | None, Finding]:
-    """Return a target's MTP layers, or those in a directory, without their weights; None where they do not load."""
-    from draftsmith.medusa.mtp.heads import MtpHeads  # it loads layers with this module
-
-    role, path = spec.name or spec.kind, str(spec.target)
-    try:
-        target = empty_model(path, field="target", dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-        if spec.path is not None:
-            with torch.device("meta"):
-                heads = MtpHeads.as_stored(spec.path, target)
-            return _found(role, spec.path, heads, stored_tensors(spec.path, role))
-        stored = _stored_layers(path, target.config)
-        unseen = not files_of(path).is_dir() and mtp_layers(target.config)
-        layers = unseen or check_names(stored, target.config, path)
-        with torch.device("meta"):
-            native = make_layers(target, layers, stored)
-        if stored:
-            check_mapping(native, target, stored, path)
-    except InputError as error:
-        text = str(error).removeprefix("drafter: ")
-        return None, Finding("error", role, text, "take the files of a target that ships with MTP layers")
-    heads = MtpHeads(nn.Module.to(native, target.dtype), target)  # experts run on the meta device in bfloat16 alone
-    part, finding = _found(role, path, heads, stored)
-    return part, replace(finding, text=finding.text + UNSEEN) if unseen else finding
-
-
-def _stored_layers(path: str, config: PretrainedConfig) -> Stored:
+def stored_layers(path: str, config: PretrainedConfig) -> Stored:
+    """Return the headers of the MTP layers' tensors in a target's files."""
     return {name: kind for name, kind in stored_tensors(path, "target").items() if mtp_layer(name, config) is not None}
-
-
-def _found(role: str, path: str, heads: Any, stored: Stored) -> tuple[Part, Finding]:
-    text = f"{count_of(len(heads.layers), 'MTP layer')}, {count(heads.num_parameters())} parameters"
-    return Part(role, path, heads, by_dtype(stored), heads.cached_numbers), Finding("ok", role, text)
-
-
-def describe_run(target: Side, config: MtpTrainingConfig) -> tuple[str, list[Finding]]:
-    """Return which layers a training run trains and how many steps, or raise an InputError if it cannot begin."""
-    with torch.device("meta"):
-        heads, begun = new_layers(target.model, config)
-    text = f"{count_of(len(heads.layers), 'MTP layer')} of {count(heads.num_parameters())} parameters, {begun}"
-    return f"{text}; {count_of(config.steps_of(len(heads.layers)), 'step')}", []
-
-
-def new_layers(target: PreTrainedModel, config: MtpTrainingConfig) -> tuple[Any, str]:
-    """Return the `MtpHeads` that a run begins with, without their weights, and a clause that says how they begin."""
-    from draftsmith.medusa.mtp.heads import MtpHeads
-
-    if config.heads is not None:
-        return MtpHeads.as_stored(config.heads, target), f"from {config.heads}"
-    if config.begins_new:
-        return MtpHeads(make_layers(target, config.num_layers or 1), target), "begun as the target's last layer"
-    stored = _stored_layers(config.target, target.config)
-    return MtpHeads(make_layers(target, mtp_layers(target.config), stored), target), "the target's own"
 
 
 @phase("loading the target's MTP layers")

@@ -1,107 +1,152 @@
 """Checks of `draftsmith doctor` on configs and tokenizers, without weights."""
 
-import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import reduce
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from draftsmith.decode.cache import check_rollback, follows_one_path, layers_with_states, runs_in_programs
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.scripts.kinds import drafter_specs, recipe_of, run_of, stored_as
 from draftsmith.scripts.pair import NOT_HERE
 from draftsmith.train.checkpoint import unapplied_settings
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.chat.masks import mask_conversation
-from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import STORED, Setup, Side
+from draftsmith.train.kinds.drafter import DrafterSpec
+from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.kinds.parts import Part, Side, load_side
 from draftsmith.train.kinds.quantities import count_of
 from draftsmith.train.models import DTYPES, check_head
 
+# The names that safetensors has for dtypes of arithmetic; all others are quantised.
+STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-def check_setup(setup: Setup, context: int | None, dtype: str, device: torch.device) -> Iterator[Finding]:
+
+@dataclass(frozen=True)
+class Setup:
+    """A target, None where it does not load, and the drafters that load and fit it."""
+
+    target: Side | None
+    drafters: Sequence[Part]
+
+    @property
+    def drafts(self) -> list[Side]:
+        """The drafters with a tokenizer of their own."""
+        return [part for part in self.drafters if isinstance(part, Side)]
+
+    @property
+    def sides(self) -> list[Side]:
+        """The target, and the drafters with a tokenizer of their own."""
+        return ([] if self.target is None else [self.target]) + self.drafts
+
+    @property
+    def parts(self) -> list[Part]:
+        """The target and its drafters."""
+        return ([] if self.target is None else [self.target]) + list(self.drafters)
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """The longest text in tokens of each part that has a limit, by role."""
+        return {part.role: part.positions for part in self.parts if part.positions is not None}
+
+
+def load_setup(
+    path: str, drafters: Sequence[str], trust_remote_code: bool
+) -> tuple[Setup, list[tuple[DrafterKind, DrafterSpec]], list[Finding]]:
+    """Load a target and drafters (values of `--drafter`), at best without weights.
+
+    Return the parts that load and fit, the kind and spec of each drafter, and a finding for each part.
+    """
+    kinds, findings, parts = [stored_as(spec) for spec in drafter_specs(drafters)], list[Finding](), list[Part]()
+    target: Side | None = None
+    try:
+        target = load_side("target", path, trust_remote_code)
+        findings.append(Finding("ok", "target", target.text))
+    except InputError as error:
+        findings.append(Finding.of(error, "target"))
+    for kind, spec in kinds:
+        role = spec.name or spec.kind
+        try:
+            part = kind.inspect(spec, target, trust_remote_code)
+        except InputError as error:
+            findings.append(Finding.of(error, role, spec.kind, "drafter"))
+            continue
+        parts += [] if part is None else [part]
+        findings.append(Finding("ok", role, f"{kind.title}: no files to check" if part is None else part.text))
+    return Setup(target, parts), kinds, findings
+
+
+def check_setup(setup: Setup, context: int | None, dtype: str) -> Iterator[Finding]:
     """Check the target and each drafter, and whether they fit each other.
 
     `context` is the length of texts in tokens, prompts included, or None for the models' positions; `dtype` names the
     dtype to run in.
     """
     target, drafts = setup.target, setup.drafts
-    yield from _fits(setup, of_models=True)
     alone = [] if target is None else [target]
     for sides in [[*alone, draft] for draft in drafts] or [alone]:
         if sides:
             yield _vocabulary(sides)
     if setup.sides:
         yield _rollback(target, setup.sides)
-        yield _positions(setup, context)
-    yield from _fits(setup, of_models=False)
     if setup.parts:
-        yield _dtype(setup, dtype, device)
+        yield _positions(setup.positions, context)
+        yield _dtype(setup.parts, dtype)
     if target is not None:
-        yield _chat_template(target, drafts)
-        yield _special_tokens(target, drafts)
+        if target.tokenizer.chat_template is None:
+            remedy = "right for a base model; for a chat model copy its chat_template.jinja there"
+            text = "none in the target's tokenizer: prompts are plain text"
+            yield Finding("warning", "chat template", text, remedy)
+        yield _special_tokens(target)
         if settings := unapplied_settings(target.model.generation_config):
             text = f"the generation config has {', '.join(settings)}, which no command applies"
             yield Finding("warning", "own settings", text, "give them as fields, such as repetition_penalty")
 
 
-def _fits(setup: Setup, of_models: bool) -> Iterator[Finding]:
-    """Yield the kinds' comparisons of drafters with the target: of models with a tokenizer, or of all others."""
-    kinds = [kind for kind, _ in setup.drafters]
-    for kind, part in setup.drafters:
-        if setup.target is not None and isinstance(part, Side) == of_models:
-            for finding in kind.compare(setup.target, part):
-                alone = kinds.count(kind) == 1
-                yield finding if alone else replace(finding, name=f"{finding.name}, {part.role}")
+def check_run(run: str, target: str) -> Finding:
+    """Return whether a training run, KIND:FILE, can begin on a target: its plan makes the drafter, without weights."""
+    kind, file = run_of(run)
+    try:
+        plan = planned(kind.name, file, target)
+        plan.drafter(plan.setting)
+    except InputError as error:
+        return Finding.of(error, f"{kind.name} run")
+    return Finding("ok", f"{kind.name} run", "; ".join(plan.notes()) or kind.title)
 
 
-def bfloat16_is_native(device: torch.device) -> bool:
-    """Return whether a device has bfloat16 arithmetic; others convert to float32 and back."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return True  # other processors cannot be asked
+def planned(kind: str, file: str, target: str) -> Any:
+    """Return the memory plan of a training run of such drafters, or raise an InputError as the run does."""
+    flags = ["--config", file, "--target", target, "--sequence_length", "2", "--gpus", "8"]
+    # The training may run on another machine; without this, bf16 would require a GPU here.
+    flags += ["--training.use_cpu", "true"]
+    return parse_config(recipe_of(kind).plan_class(), flags, prog="draftsmith doctor").memory_plan()
 
 
-def _dtype(setup: Setup, dtype: str, device: torch.device) -> Finding:
-    run_dtype, troubles, remedies = DTYPES[dtype], list[str](), list[str]()
-    stored = {part.role: part.stored.most_common(1)[0][0] for part in setup.parts if part.stored}
-    kinds = {role: STORED[name] for role, name in stored.items() if name in STORED}
+def _dtype(parts: Sequence[Part], dtype: str) -> Finding:
+    stored = {part.role: part.stored for part in parts if part.stored is not None}
     text = ", ".join(f"{role} in {name}" for role, name in stored.items())
-    text = f"stored: {text}" if text else "what is stored was not looked at"
-    if run_dtype == torch.bfloat16 and not bfloat16_is_native(device):
-        troubles.append(f"this {device.type} computes bfloat16 by way of float32")
-        remedies.append("compare --dtype float32 by --costs true")
-    rounded = [role for role, kind in kinds.items() if torch.promote_types(kind, run_dtype) != run_dtype]
+    text = f"stored: {text or 'not looked at'}; to run in {dtype}"
+    kinds = {role: STORED[name] for role, name in stored.items() if name in STORED}
+    rounded = [role for role, kind in kinds.items() if torch.promote_types(kind, DTYPES[dtype]) != DTYPES[dtype]]
     if rounded:
-        widest = reduce(torch.promote_types, kinds.values())
-        name = next(name for name, value in DTYPES.items() if value == widest)
-        troubles.append(f"{dtype} rounds {' and '.join(rounded)}")
-        remedies.append(f"fine where it is served so; --dtype {name} keeps every number")
-    models = [side.role for side in setup.sides if side.role in stored]
-    if len({stored[role] for role in models}) > 1:
-        troubles.append(f"{' and '.join(models)} differ")
-        remedies.append(f"here both run in {dtype}; for a server, save the draft in the target's dtype")
-    if troubles:
-        return Finding("warning", "dtype", "; ".join([text, *troubles]), "; ".join(remedies))
-    wider = any(kind.itemsize < run_dtype.itemsize for kind in kinds.values())
-    return Finding("ok", "dtype", f"{text}; to run in {dtype}" + (", exactly but in more memory" if wider else ""))
+        return Finding("warning", "dtype", f"{text}, which rounds {' and '.join(rounded)}", "fine if it is served so")
+    return Finding("ok", "dtype", text)
 
 
 def _vocabulary(sides: list[Side]) -> Finding:
     tokenizer = sides[0].tokenizer
     text = ", ".join(f"{side.role} {side.head} logits" for side in sides)
-    alike = sides[0].tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab()
+    alike = tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab()
     for side in sides:
         target_config = None if side is sides[0] or not alike else sides[0].config
         try:
             check_head(side.config, side.tokenizer, side.role, target_config)
         except InputError as error:
-            return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
+            return Finding.of(error, "vocabulary")
     tokens = token_count(tokenizer, sides[0].config)
-    if any(side.head > token_count(side.tokenizer, side.config) for side in sides):
-        text += f" for {tokens} tokens: prepare writes no padding, and a draft without a row for it reads another token"
     extra = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
     if extra:
         text += f"; {count_of(len(extra), 'added token')} without one, first {extra[0][1]!r}: never written, and "
@@ -121,7 +166,7 @@ def _rollback(target: Side | None, sides: list[Side]) -> Finding:
         except InputError as error:
             if side is target:
                 return Finding("warning", "rollback", f"{error}: not decoded here", NOT_HERE)
-            return Finding("error", "rollback", str(error), "take another draft, or attn_implementation sdpa")
+            return Finding.of(error, "rollback")
     texts = {side.role: _decoding(side) for side in sides}
     if len(set(texts.values())) == 1:
         return Finding("ok", "rollback", texts[sides[0].role])
@@ -139,9 +184,8 @@ def _decoding(side: Side) -> str:
     return "chains and trees" + ("" if runs_in_programs(side.model) else ", but no compiled programs")
 
 
-def _positions(setup: Setup, context: int | None) -> Finding:
-    name, text = "positions", ", ".join(f"{side.role} {side.positions or 'without limit'}" for side in setup.sides)
-    limits = {side.role: side.positions for side in setup.sides if side.positions is not None}
+def _positions(limits: dict[str, int], context: int | None) -> Finding:
+    name, text = "positions", ", ".join(f"{role} {limit}" for role, limit in limits.items()) or "without limit"
     if context is not None:
         text += f", for texts of {context}"
         if context > limits.get("target", context):
@@ -154,24 +198,7 @@ def _positions(setup: Setup, context: int | None) -> Finding:
     return Finding("ok", name, text)
 
 
-def _chat_template(target: Side, drafts: Sequence[Side]) -> Finding:
-    name, template = "chat template", target.tokenizer.chat_template
-    if template is None:
-        remedy = "right for a base model; for a chat model copy its chat_template.jinja there, because your users' "
-        remedy += "prompts go through it"
-        return Finding("warning", name, "none in the target's tokenizer: prompts are plain text", remedy)
-    text = "turns are found by rendering each in its own context"
-    others = [draft for draft in drafts if draft.tokenizer.chat_template != template]
-    for draft in others:
-        text += f"; {'none' if draft.tokenizer.chat_template is None else 'another one'} in the {draft.role}"
-    if others:
-        text += ", which does not matter: the target's is used"
-    elif drafts:
-        text += ", the same in both" if len(drafts) == 1 else ", the same in all"
-    return Finding("ok", name, text)
-
-
-def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
+def _special_tokens(target: Side) -> Finding:
     name, tokenizer = "special tokens", target.tokenizer
     ends = {token: f"{tokenizer.decode([token])!r} ({token})" for token in target.ends}
     text = f"texts end with {', '.join(ends.values())}" if ends else "nothing ends a text"
@@ -194,9 +221,6 @@ def _special_tokens(target: Side, drafts: Sequence[Side]) -> Finding:
             text += f", but not with {tokenizer.decode([token])!r} ({token}), {role}"
             remedy = f"put {sorted({*target.ends, token})} into generation_config.json as eos_token_id, or texts run on"
             return Finding("warning", name, text, remedy)
-    for draft in drafts:
-        if draft.ends and set(draft.ends) != set(target.ends):
-            text += f"; the {draft.role}'s would end with {list(draft.ends)}, which does not matter: the target decides"
     if by_tokenizer or not ends:
         return Finding("warning", name, text, "put eos_token_id into generation_config.json, or `generate` runs on")
     return Finding("ok", name, text)

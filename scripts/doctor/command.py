@@ -10,17 +10,14 @@ from rich.text import Text
 
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.doctor import loss_masks
-from draftsmith.scripts.doctor.checks import check_setup
+from draftsmith.scripts.doctor.checks import check_run, check_setup, load_setup
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
+from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.doctor.teacher import check_teacher
-from draftsmith.scripts.kinds import drafter_specs, run_of, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import require_writable
-from draftsmith.train.kinds.drafter import DrafterSpec, Loading
-from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
-from draftsmith.train.kinds.kind import DrafterKind
-from draftsmith.train.kinds.parts import Setup, load_side
+from draftsmith.train.kinds.drafter import Loading
 from draftsmith.train.models import default_device, resolve_dtype
 from draftsmith.train.provenance import environment, write_json
 
@@ -40,19 +37,17 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
 
     device = default_device()
     with phase("reading configs and tokenizers"):
-        setup, drafters, loaded = load_setup(config.target, config.drafter, config.trust_remote_code)
+        setup, drafters, found = load_setup(config.target, config.drafter, config.trust_remote_code)
     if config.dtype == "auto":
         dtype = "float32"
         if setup.target is not None:
             dtype = resolve_dtype("auto", config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
     with phase("comparing target and drafters"):
-        loaded += check_setup(setup, config.context, config.dtype, device)
-    for finding in loaded:
+        found += check_setup(setup, config.context, config.dtype)
+        found += [] if setup.target is None else [check_run(run, config.target) for run in config.run]
+    for finding in found:
         add(finding)
-    for kind, run_file in map(run_of, config.run):
-        for finding in [] if setup.target is None else kind.check_run(setup.target, run_file):
-            add(finding)
     if config.teacher and setup.target is not None:
         for finding in check_teacher(config, setup.target):
             add(finding)
@@ -97,25 +92,6 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     if first is not None:
         errors.print(Text(f"error: {first.name}: {' '.join(first.text.split())}"), soft_wrap=True, highlight=False)
     return code
-
-
-def load_setup(
-    target: str, drafters: Sequence[str], trust_remote_code: bool = False
-) -> tuple[Setup, list[tuple[DrafterKind, DrafterSpec]], list[Finding]]:
-    """Load a target and drafters (values of `--drafter`) without weights.
-
-    Return the parts that load, the kind and spec of each drafter, and a finding for each part: an error if it does not
-    load.
-    """
-    side, finding = load_side("target", target, trust_remote_code)
-    findings, kinds = [finding], [stored_as(spec) for spec in drafter_specs(drafters)]
-    parts = []
-    for kind, spec in kinds:
-        part, finding = kind.inspect(replace(spec, target=target), trust_remote_code)
-        findings.append(finding)
-        if part is not None:
-            parts.append((kind, part))
-    return Setup(side, parts), kinds, findings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

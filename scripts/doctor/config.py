@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, require, require_some
-from draftsmith.scripts.kinds import Drafters, aliases, aliases_of_runs, drafter_texts
+from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
 from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.options import TeacherOptions, TemplateOptions
 
@@ -17,7 +17,7 @@ class DoctorConfig(TemplateOptions, TeacherOptions):
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """A drafter: a directory, whose config.json names its kind, or another kind by its name. Repeat it for several;
     without one only the target and the samples are checked."""
-    run: Drafters = field(default_factory=list, metadata=aliases_of_runs())
+    run: Drafters = field(default_factory=list, metadata={"aliases": list})  # its flag can be repeated
     """KIND:FILE, the config of a training run of such a drafter, to check whether it can begin on this target."""
     prompts: str | None = None
     """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""

@@ -1,22 +1,31 @@
 """The costs of a setup on this machine: memory, and the acceptance from which drafting pays."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
+from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import state_bytes
+from draftsmith.decode.cache import positions_of, state_bytes
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import drafting_seconds
+from draftsmith.decode.planning.costs import RoundCosts, acceptance_length, verification_costs
+from draftsmith.decode.proposers.base import Proposer
+from draftsmith.scripts.doctor.checks import Setup
+from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.train.checkpoint import files_of
-from draftsmith.train.kinds.costs import GAMMA
-from draftsmith.train.kinds.drafter import DrafterSpec, Loading
-from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import DrafterKind
-from draftsmith.train.kinds.parts import Part, Setup
+from draftsmith.train.kinds.parts import Part
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import DTYPES, load_model
 from draftsmith.train.quantization import UNPACKED, quantization_of
+
+GAMMA = 4
+CONTEXT = 64
+ROUNDS = 5
+HARD = 0.9  # an acceptance rate that few drafts reach
 
 
 def check_memory(
@@ -71,19 +80,54 @@ def check_costs(
     device: torch.device,
 ) -> Iterator[Finding]:
     """Load the models, and measure the acceptance from which each drafter pays, for each batch size."""
-    name, code = "costs", loading.trust_remote_code
+    name = "costs"
     try:
-        options: dict[str, Any] = {"dtype": loading.dtype, "trust_remote_code": code, "device": device}
-        loading.model = load_model(loading.path, field="target", **options)
-        measured: list[Callable[[int], Finding]] = [kind.costs(spec, loading) for kind, spec in drafters]
+        options: dict[str, Any] = {"dtype": loading.dtype, "trust_remote_code": loading.trust_remote_code}
+        loading.model = load_model(loading.path, field="target", device=device, **options)
+        loaded = [kind.load(spec, loading) for kind, spec in drafters]
         for rows in batch_sizes:
-            name = f"costs, B = {rows}"
-            for measure in measured:
-                yield measure(rows)
+            for drafter in loaded:
+                name = f"{drafter.name}, B = {rows}"
+                yield cost_of(loading.target, drafter, rows, name)
     except InputError as error:
-        yield Finding("error", name, str(error), "mend that checkpoint, or give another")
+        yield Finding.of(error, name)
     except torch.OutOfMemoryError:
         yield Finding("warning", name, "out of memory", "free some of it, or give a smaller --batch-size or --dtype")
+
+
+def cost_of(target: PreTrainedModel, drafter: Drafter, rows: int, name: str) -> Finding:
+    """Measure rounds of a number of texts; find the α, or for a tree the τ, from which they pay."""
+    tree, proposer = drafter.tree, drafter.proposer
+    depth = min(GAMMA, proposer.longest or GAMMA) if tree is None else tree.depth
+    drafted = depth if tree is None else len(tree)
+    # The context must leave room for the timed rounds.
+    limits = [limit for limit in (positions_of(target.config), proposer.positions) if limit is not None]
+    context = max(1, min([CONTEXT, *(limit - ROUNDS - drafted - 2 for limit in limits)]))
+    verifying, drafting = measure(target, proposer, rows, depth, drafted, context)
+    one, block = verifying[1], verifying[1 + drafted]
+    text = f"t(1) = {one * 1000:.2f} ms after {context} tokens, t({1 + drafted}) = {block / one:.2f} t(1), "
+    text += f"drafting {drafting / one:.2f} t(1): "
+    needed, most = (drafting + block) / one, depth + 1
+    what = f"γ = {depth}" if tree is None else f"a tree of {drafted}"
+    alpha = None if tree is not None else RoundCosts(verifying, drafting / depth).break_even_acceptance(depth)
+    if needed >= most or (tree is None and alpha is None):
+        text += f"{what} pays at no acceptance: τ = {needed:.2f} is asked, and {most} the most"
+    elif tree is not None:
+        text += f"{what} pays from τ = {needed:.2f} on, of {most} at most"
+    else:
+        text += f"{what} pays from α = {alpha:.2f} on"
+    if needed > acceptance_length([HARD] * depth):
+        return Finding("warning", name, text, "few drafts agree that often: take a cheaper drafter or a smaller tree")
+    return Finding("ok", name, text)
+
+
+def measure(
+    target: PreTrainedModel, proposer: Proposer, rows: int, depth: int, drafted: int, context: int
+) -> tuple[dict[int, float], float]:
+    """Return t(1) and t(1 + drafted), and the seconds of a draft, at T=0 after the same context."""
+    verifying = verification_costs(target, rows, context, [1, 1 + drafted])
+    texts = torch.ones(rows, context + ROUNDS + 2, dtype=torch.long, device=target.device)
+    return verifying, drafting_seconds(target, proposer, texts, context, depth, repeats=ROUNDS)[0]
 
 
 def _weights_bytes(part: Part, width: int) -> int:

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import track
+from draftsmith.scripts.doctor.checks import Setup
 from draftsmith.scripts.doctor.config import DoctorConfig
+from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.summary import PICTURES
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import encode_prompt, mask_answers
-from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import Setup
 
 
 @dataclass(frozen=True)

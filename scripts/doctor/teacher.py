@@ -1,14 +1,15 @@
 """Checks of `draftsmith doctor` on servers that give a target's states: who they are, what they give, and how fast."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 from draftsmith.decode.clock import speed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.scripts.doctor.checks import planned
 from draftsmith.scripts.doctor.config import DoctorConfig
-from draftsmith.scripts.kinds import recipe_of
-from draftsmith.train.cli import parse_config
-from draftsmith.train.kinds.findings import Finding
+from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.scripts.kinds import run_of
 from draftsmith.train.kinds.parts import Side
 from draftsmith.train.models import DTYPES
 from draftsmith.train.teacher.served import ServedTarget, urls_of
@@ -36,7 +37,8 @@ def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
         with phase("asking the servers"), ServedTarget(urls) as teacher:
             served = teacher.served
             assert served is not None
-            for layer_ids in [_layers_of(run, config.target) for run in config.run] or [()]:
+            plans = [planned(kind.name, file, config.target) for kind, file in map(run_of, config.run)]
+            for layer_ids in [plan.layer_ids() for plan in plans] or [()]:
                 require_served(served, urls[0], target.model.config, layer_ids)
             depths, quantized = ", ".join(map(str, served.layer_ids)), served.quantization or "not quantised"
             text = f"{', '.join(urls)}: {served.model} in {served.dtype}, {quantized}, by vLLM {served.vllm}"
@@ -63,12 +65,5 @@ def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
             text = f"{speed(each)} tokens/s from each server, {each * token / 1e9:.3g} GB/s of states"
             yield Finding("ok", name, text)
     except InputError as error:
-        yield Finding("error", name, str(error).removeprefix("teacher: "), remedy)
-
-
-def _layers_of(run: str, target: str) -> Sequence[int]:
-    """Return the layers after which a run, KIND:FILE, reads the target's states."""
-    kind, _, file = run.partition(":")
-    flags = ["--config", file, "--target", target, "--sequence_length", "2", "--training.use_cpu", "true"]
-    plan = parse_config(recipe_of(kind).plan_class(), flags, prog="draftsmith doctor").memory_plan()
-    return plan.layer_ids()  # type: ignore[no-any-return]
+        refused = Finding.of(error, "teacher")
+        yield replace(refused, name=name, remedy=remedy)

@@ -1,25 +1,17 @@
-"""`draftsmith export`: proofs by fresh processes, launch lines, exit codes."""
+"""`draftsmith export`: launch lines, exit codes."""
 
 import json
-import re
 import shlex
 import shutil
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_llama
-from in_place import in_place
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, LlamaConfig
 
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.eagle.formats import readers as eagle_readers
-from draftsmith.medusa.heads.formats import readers
-from draftsmith.medusa.heads.formats.export import FORMATS
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.serving import export
@@ -68,27 +60,6 @@ def speculative(line: str) -> tuple[list[str], dict]:
     return words, json.loads(config)
 
 
-def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path, monkeypatch):
-    """In one format: the readers of all are tested in this process, in tests/unit/medusa/heads."""
-    started = []
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: started.append(a[0]) or run(*a, **k))
-    heads = import_heads(heads_dir)
-    FORMATS.write(heads, tmp_path / "out", "vllm")
-    ((interpreter, isolated, script, *_),) = started
-    assert interpreter == sys.executable and isolated == "-P" and Path(script).name == "readers.py"
-    assert torch.equal(logits(import_heads(tmp_path / "out")), logits(heads))
-
-
-@pytest.mark.parametrize("module", [readers, eagle_readers])
-def test_readers_import_nothing_of_the_package(module):
-    source = Path(module.__file__).read_text()
-    modules = set(re.findall(r"^(?:from|import) ([\w.]+)", source, re.MULTILINE))
-    assert modules <= {
-        "collections.abc", "json", "pathlib", "safetensors.torch", "sys", "torch", "torch.nn.functional", "typing"
-    }  # fmt: skip
-
-
 def test_a_launch_line_has_the_draft_lengths_of_each_load(pair_dirs, tmp_path, capsys):
     target, draft = pair_dirs
     ranges = [[1, 4, 3], [5, 8, 0]]
@@ -105,15 +76,6 @@ def test_a_launch_line_has_the_draft_lengths_of_each_load(pair_dirs, tmp_path, c
     assert "found draft_length 2" in err
 
 
-def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", in_place)
-    wrong = replace(FORMATS, fields=lambda *a: {k: v for k, v in FORMATS.fields(*a).items() if k != "vocab_size"})
-    with pytest.raises(RuntimeError, match="expected a fresh process to read vllm, found: KeyError: 'vocab_size'"):
-        wrong.write(import_heads(heads_dir), tmp_path / "out", "vllm")
-    assert not list(tmp_path.glob("*out*"))
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
     output = tmp_path / "my heads"
     flags = ["--format", "vllm", "--dtype", "bfloat16", "--target", pair_dirs[0]]
@@ -136,7 +98,6 @@ def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
     assert torch.equal(logits(import_heads(output).float()), same)
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
     expected = logits(import_heads(heads_dir))
     launches = {"own": "# ", "fasterdecoding": "python -m medusa.inference.cli --model "}
@@ -149,7 +110,7 @@ def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
         for flags in ((), ("--format", format, "--target", pair_dirs[0])):
             back = tmp_path / f"{format}-{len(flags)}"
             lines, _ = ran(capsys, "--import-from", tmp_path / format, "--output", back, *flags)
-            assert "3 heads" in lines[0]
+            assert lines == [f"# wrote {back}", "# 3 heads, 1 block each"]
             read = MedusaHeads.from_pretrained(back)
             assert torch.equal(logits(read), expected)
             assert (back / "README.md").read_text().count("draftsmith export --heads DIR --format vllm") == 1
@@ -157,7 +118,6 @@ def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
     assert speculative(lines[-1])[1]["num_speculative_tokens"] == 2
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_heads_that_go_through_the_targets_own(heads_dir, pair_dirs, tmp_path, capsys):
     heads = import_heads(heads_dir)
     legacy = tmp_path / "legacy"

@@ -2,16 +2,13 @@
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from in_place import in_place
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block.formats import writing
 from draftsmith.medusa.block.formats.export import FORMATS
 from draftsmith.medusa.block.formats.importing import import_block, read_block_config
 from draftsmith.medusa.block.model import BlockDrafter
@@ -101,15 +98,6 @@ def same(one: BlockDrafter, two: BlockDrafter) -> None:
         assert getattr(one.config, name) == getattr(two.config, name), name
 
 
-def test_the_script_of_readers_reads_what_is_written(target, tmp_path, monkeypatch):
-    """In this process: that a fresh one starts is tested in test_export.py."""
-    started = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command) or in_place(command))
-    FORMATS.write(made(target, "DSpark, confident"), tmp_path / "out", "vllm")
-    assert [Path(script).parent.parent.name for _, _, script, *_ in started] == ["block"]
-
-
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("format", ["own", "vllm", "speculators", "sglang"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
@@ -127,7 +115,6 @@ def test_every_format_comes_back_as_it_was(target, tmp_path, name, format):
         same(BlockDrafter.from_pretrained(tmp_path / "out"), drafter)
 
 
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("name", "format"),
     [(name, format) for name in ("DSpark, cut", "DFlash, cut") for format in ("vllm", "speculators")],
@@ -141,22 +128,11 @@ def test_a_cut_vocabulary_takes_the_targets_rows_along(target, tmp_path, name, f
     assert torch.equal(written["lm_head.weight"], target.lm_head.weight[::2])
     assert ("t2d" in written) == (format == "speculators")
     same(import_block(tmp_path / "out", target=target), drafter)
-    with pytest.raises(InputError, match=r"^target: expected it for a drafter with lm_head.weight"):
+    with pytest.raises(InputError, match=r"^target: expected it for a file that holds lm_head.weight"):
         import_block(tmp_path / "out")
     target.lm_head.weight.data[0] += 1
-    with pytest.raises(
-        InputError, match=r"expected the target's lm_head.weight, which our drafters use, found another$"
-    ):
+    with pytest.raises(InputError, match=r"expected the target's lm_head.weight, which is used here, found another$"):
         import_block(tmp_path / "out", target=target)
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_wrong_file_is_not_left(target, tmp_path, monkeypatch):
-    reader = writing.readers.logits
-    monkeypatch.setattr(writing, "run_reader", lambda readers, *given: 1.001 * reader(*given))
-    with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same states, found them off by"):
-        FORMATS.write(made(target, "DSpark"), tmp_path / "out", "vllm")
-    assert not (tmp_path / "out").exists()
 
 
 def flat(path: Path) -> dict:
@@ -169,7 +145,6 @@ def rewritten(path: Path, config: dict, tensors: dict | None = None) -> None:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_files_as_other_tools_leave_them(target, tmp_path):
     """z-lab's has the rotation by older names, DeepSpec's copies of the target's ends, speculators' of what it read."""
     dflash, dspark = made(target, "DFlash"), made(target, "DSpark, confident")
@@ -195,7 +170,7 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     same(import_block(deepspec, target=target), dspark)
     tensors["embed_tokens.weight"][3] = 0.0  # a mask that was trained
     rewritten(deepspec, config, tensors)
-    with pytest.raises(InputError, match=r"expected the target's embed_tokens.weight, which our drafters use, found"):
+    with pytest.raises(InputError, match=r"expected the target's embed_tokens.weight, which is used here, found"):
         import_block(deepspec, target=target)
 
     FORMATS.write(dspark, speculators, "speculators")
@@ -215,7 +190,6 @@ def test_files_as_other_tools_leave_them(target, tmp_path):
     assert not import_block(speculators).config.causal(0)
 
 
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("name", "both_ways"), [("DFlash", True), ("DFlash, a window", False), ("DFlash, two-sided", True)]
 )
@@ -246,7 +220,6 @@ WRONG = {
 }
 
 
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("format", ["own", "vllm", "speculators"])
 @pytest.mark.parametrize("name", WRONG)
 def test_what_would_change_the_numbers_is_refused_at_each_door(target, tmp_path, pair_dirs, capsys, name, format):
@@ -261,7 +234,6 @@ def test_what_would_change_the_numbers_is_refused_at_each_door(target, tmp_path,
         assert message in err and err.count("\n") == 1
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_what_says_nothing_of_the_numbers_is_not_refused(target, tmp_path):
     """Fields of configs of DeepSpec, SpecForge and z-lab, and what is false or empty."""
     FORMATS.write(made(target, "DSpark"), tmp_path / "out", "vllm")
@@ -284,7 +256,6 @@ def test_more_tokens_than_a_block_was_trained_for_are_refused(target, tmp_path, 
     )
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_what_dflash_2s_files_say_and_leave_out(target, tmp_path):
     out, zlab = tmp_path / "out", tmp_path / "zlab"
     drafter = made(target, "DFlash 2")
@@ -315,7 +286,6 @@ def test_what_dflash_2s_files_say_and_leave_out(target, tmp_path):
             import_block(tmp_path / "windows")
 
 
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -342,7 +312,6 @@ def test_what_dflash_2s_files_cannot_hold_is_refused(target, tmp_path, change, m
             FORMATS.write(BlockDrafter.of_target(target, 3, layer_ids=[0, 1], **DFLASH2 | change), tmp_path, format)
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_what_domino_files_say_and_leave_out(target, tmp_path):
     """As SpecForge writes them: the head's tensors at the top."""
     out, drafter = tmp_path / "out", made(target, "Domino")
@@ -378,7 +347,6 @@ def test_what_domino_files_say_and_leave_out(target, tmp_path):
         FORMATS.write(made(target, "Domino, cut"), tmp_path / "no", "sglang", target=target)
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
     out = tmp_path / "out"
     FORMATS.write(made(target, "DFlash"), out, "vllm")
@@ -412,7 +380,6 @@ def test_what_our_drafters_do_not_do_is_refused(target, tmp_path):
         import_block(out)
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_path, capsys):
     out, where = tmp_path / "my out", pair_dirs[0]
     given = ["--drafter", drafter_dir, "--target", where]
@@ -430,18 +397,18 @@ def test_the_command_writes_tells_and_reads(drafter_dir, target, pair_dirs, tmp_
     lines, _ = ran(capsys, "--drafter", tmp_path / "dflash", "--format", "sglang", "--output", tmp_path / "s")
     assert "--speculative-algorithm DFLASH" in lines[-1]
     lines, _ = ran(capsys, "--import_from", tmp_path / "s", "--output", tmp_path / "back", "--target", where)
-    assert lines[-1] == "# a DFlash drafter of 3 tokens, on the outputs of the target's layers 0, 1, counted from 0"
+    assert lines[-1].startswith("# DFlash drafter of 3 tokens, token 3 for a mask, on the outputs of the target's")
     same(BlockDrafter.from_pretrained(tmp_path / "back"), made(target, "DFlash"))
 
     made(target, "DFlash 2").save_pretrained(tmp_path / "dflash2")
     lines, _ = ran(capsys, "--drafter", tmp_path / "dflash2", "--format", "vllm", "--output", tmp_path / "2")
     assert json.loads(shlex.split(lines[-1])[-1])["method"] == "dflash"
     lines, _ = ran(capsys, "--import_from", tmp_path / "2", "--output", tmp_path / "back2", "--target", where)
-    assert lines[-1].startswith("# a DFlash2 drafter of 3 tokens, on the outputs of the target's layers 0, 1")
+    assert lines[-1].startswith("# DFlash2 drafter of 3 tokens, ")
 
     made(target, "Domino").save_pretrained(tmp_path / "domino")
     lines, _ = ran(capsys, "--drafter", tmp_path / "domino", "--format", "sglang", "--output", tmp_path / "d")
     assert "# SGLang drafts 3 of its 4 tokens" in lines and "--speculative-algorithm DFLASH" in lines[-1]
     lines, _ = ran(capsys, "--import_from", tmp_path / "d", "--output", tmp_path / "specforge", "--target", where)
-    assert lines[-1].startswith("# a Domino drafter of 4 tokens, on the outputs of")
+    assert lines[-1].startswith("# Domino drafter of 4 tokens, ")
     same(BlockDrafter.from_pretrained(tmp_path / "specforge"), made(target, "Domino"))

@@ -2,15 +2,12 @@
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from in_place import in_place
 from safetensors.torch import load_file, save_file
 
-from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.train.models import load_model
@@ -31,17 +28,6 @@ def heads_dir(pair_dirs, tmp_path) -> Path:
     return tmp_path / "heads"
 
 
-def test_the_script_of_readers_reads_what_is_written(heads_dir, tmp_path, monkeypatch):
-    """In this process: that a fresh one starts is tested in test_export.py."""
-    started = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command) or in_place(command))
-    FORMATS.write(EagleHeads.from_pretrained(heads_dir), tmp_path / "out", "vllm")
-    written, given = (load_file(path / "model.safetensors") for path in (tmp_path / "out", heads_dir))
-    torch.testing.assert_close(written, given, rtol=0, atol=0)
-    assert [Path(script).parent.parent.name for _, _, script, *_ in started] == ["eagle"]
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_heads_for_servers_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
     target, out = pair_dirs[0], tmp_path / "my out"
     lines, _ = ran(capsys, "--heads", heads_dir, "--format", "vllm", "--output", out, "--dtype", "bfloat16", "--target",
@@ -71,7 +57,6 @@ def test_heads_for_servers_and_the_way_back(heads_dir, pair_dirs, tmp_path, caps
     assert back.config.base_model_name_or_path == str(target)
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_bad_input_is_one_line(heads_dir, tmp_path, capsys):
     def refused(message: str, *argv: object) -> None:
         _, err = ran(capsys, "--output", tmp_path / "out", *argv, code=2)

@@ -78,7 +78,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch, in_this_process) -> Engine:
+def engine(monkeypatch) -> Engine:
     fake = Engine()
     monkeypatch.setattr(verification, "run_jobs", fake)
     monkeypatch.setattr(export, "engine_python", lambda given: Path("python"))

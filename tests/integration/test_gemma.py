@@ -196,7 +196,6 @@ def test_drafters_without_weights_write_the_targets_text(kind, gemma_pipeline):
 
 
 @pytest.mark.parametrize("name", ["carved", "parallel", "medusa", "eagle"])
-@pytest.mark.usefixtures("in_this_process")
 def test_the_doctor_finds_nothing_wrong_and_exports_read_back(name, gemma_pipeline, trained, tmp_path, capsys):
     (output, _), kind, target = trained(name), RECIPES[name][0], str(gemma_pipeline / "target")
     field = "draft" if kind == "parallel_draft" else kind

@@ -132,7 +132,7 @@ def test_a_target_that_is_loaded_otherwise_here_is_told_of(target, capsys, monke
             {"recipe": "export"},
             "recipe: expected one of distill, medusa, eagle, block, mtp",
         ),
-        ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
+        ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "found nothing at h"),
         ({"recipe": "medusa", "sequence_length": 9, "draft_vocabulary": 301}, "draft_vocabulary: expected at most 300"),
         ({"recipe": "medusa", "sequence_length": 9, "device": "TPU"}, "device: expected one of B200"),
         ({"recipe": "medusa", "sequence_length": 9, "mfu": 1.5}, "mfu: expected a share"),

@@ -3,7 +3,6 @@
 And on a target whose angles change with the length, the split of batches changes nothing in training.
 """
 
-import json
 import math
 import shutil
 
@@ -24,11 +23,9 @@ from draftsmith.medusa.__main__ import MedusaRun
 from draftsmith.medusa.base import FIXED
 from draftsmith.medusa.block.__main__ import BlockRun
 from draftsmith.medusa.block.formats import export as block_formats
-from draftsmith.medusa.block.formats import readers as block_readers
 from draftsmith.medusa.block.formats.importing import import_block
 from draftsmith.medusa.eagle.__main__ import EagleRun
 from draftsmith.medusa.eagle.formats import export as eagle_formats
-from draftsmith.medusa.eagle.formats import readers as eagle_readers
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.scripts import cli
@@ -92,7 +89,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
-def test_heads_turn_alike_in_every_format(kind, make, tmp_path, in_this_process):
+def test_heads_turn_alike_in_every_format(kind, make, tmp_path):
     target = llama(kind, 97)
     heads = make(target)
     formats, read = {eagle: (eagle_formats, import_eagle), block: (block_formats, import_block)}[make]
@@ -107,12 +104,6 @@ def test_heads_turn_alike_in_every_format(kind, make, tmp_path, in_this_process)
             assert "rotation" not in str(error)
             continue
         written += 1
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        config = block_readers.flatten_fields(config) if make is block else config
-        # The other process's reader: its own powers of theta, so that the last bits of angles differ.
-        angles, scale = (block_readers if make is block else eagle_readers).rotation(config, ORDER[0])
-        for part, found in zip(wanted, (angles.cos(), angles.sin()), strict=False):
-            torch.testing.assert_close(found.view_as(part) * scale, part, atol=1e-4, rtol=0)
         assert same(rotations(read(tmp_path / name)), wanted)
         if name == "own":
             assert same(rotations(type(heads).from_pretrained(tmp_path / name)), wanted)
@@ -120,7 +111,7 @@ def test_heads_turn_alike_in_every_format(kind, make, tmp_path, in_this_process)
 
 
 @pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
-def test_a_yarn_that_servers_scale_otherwise_is_not_exported(make, tmp_path, in_this_process):
+def test_a_yarn_that_servers_scale_otherwise_is_not_exported(make, tmp_path):
     formats = {eagle: eagle_formats, block: block_formats}[make]
     heads = make(tiny_llama(0, 97, layers=4, rope_parameters=scaled("yarn") | {"attention_factor": 1.0}))
     formats.FORMATS.write(heads, tmp_path / "own", "own")

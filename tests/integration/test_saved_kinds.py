@@ -69,7 +69,6 @@ def test_files_that_are_missing_or_cut_are_refused_in_one_line(target, saved, to
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS if kind.formats])
-@pytest.mark.usefixtures("in_this_process")
 def test_it_is_exported_in_its_first_format(target, saved, tmp_path, capsys, kind):
     flags = ["--drafter", f"{kind}:{saved(kind)}", "--target", str(target[0]), "--format", kind_named(kind).formats[0]]
     if main(["export", *flags]):  # what does not stay as it is must be told where to go

@@ -103,7 +103,7 @@ def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypa
     ],
     ids=lambda command: command[0],
 )  # fmt: skip
-def test_every_command_takes_it(toy, pipeline, tmp_path, command, capsys, in_this_process):
+def test_every_command_takes_it(toy, pipeline, tmp_path, command, capsys):
     (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\n")
     places = {"PROMPTS": str(tmp_path / "prompts.txt"), "OUT": str(tmp_path / "out")}
     name, *flags = (places.get(word, word) for word in command)

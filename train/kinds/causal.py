@@ -1,7 +1,6 @@
 """Drafters that are causal language models with a tokenizer and a directory of their own."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
@@ -11,14 +10,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
-    from draftsmith.train.kinds.findings import Finding
-    from draftsmith.train.kinds.parts import Part
+    from draftsmith.train.kinds.parts import Side
 
 
 class CausalKind(DrafterKind):
     """A causal language model with the target's tokenizer."""
-
-    cost_remedy = "take a smaller draft"
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Require the target's tokenizer."""
@@ -51,28 +47,17 @@ class CausalKind(DrafterKind):
         check_head(loading.models[path].config, tokenizer, self.field(spec), None if other else loading.target.config)
         return loading.models[path]
 
-    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
-        """Load the model without its weights."""
+    def inspect(self, spec: DrafterSpec, target: "Side | None", trust_remote_code: bool) -> "Side":
+        """Load the model without its weights, and require the target's tokenizer."""
         from draftsmith.train.kinds.parts import load_side
+        from draftsmith.train.models import check_same_tokenizer
 
-        return load_side(spec.name or spec.kind, str(spec.path), trust_remote_code)
+        path = str(spec.path)
+        side = load_side(spec.name or spec.kind, path, trust_remote_code)
+        if target is not None and not self.renumbers(spec):
+            check_same_tokenizer(target.tokenizer, side.tokenizer, target.path, path, vocab_size=target.head)
+        return side
 
     @abstractmethod
     def proposer(self, model: "PreTrainedModel") -> "Proposer":
         """Return the proposer of chains of a model."""
-
-    def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
-        """Load the model, whose tokenizer may differ from the target's, and return the measurement of its rounds."""
-        from draftsmith.train.kinds.costs import TimedDrafter
-        from draftsmith.train.models import load_draft
-
-        model = load_draft(str(spec.path), dtype=loading.dtype, trust_remote_code=loading.trust_remote_code)
-        name = "costs" if spec.name in (None, "draft", self.name) else str(spec.name)
-        proposer, target = self.proposer(model), loading.target
-        return TimedDrafter(
-            target, proposer, [target, model], name, self.cost_remedy, length=self.at_once(model)
-        ).finding
-
-    def at_once(self, model: "PreTrainedModel") -> int | None:
-        """Return the tokens that it drafts in one forward; None for one forward a token."""
-        return None

@@ -27,7 +27,6 @@ class DrafterSpec:
     name: str | None = None  # the name in reports; its kind if None
     draft_lengths: Sequence[int] = (4,)  # the values of γ; drafters with their own tree draft to its depth
     tree: "Tree | DynamicTree | None" = None  # the tree to draft; if None the tree of its config, or a chain
-    target: str | None = None  # the target's directory or hub id, for `inspect`
 
 
 @dataclass(frozen=True)

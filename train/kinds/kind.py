@@ -5,7 +5,7 @@ all kinds for their names and must not wait for torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from draftsmith.decode.proposers.base import Proposer
     from draftsmith.train.kinds.export import ExportOptions, Served
-    from draftsmith.train.kinds.findings import Finding
     from draftsmith.train.kinds.parts import Part, Side
 
 
@@ -79,7 +78,6 @@ class DrafterKind(ABC):
     """The key of its config.json that holds a searched tree; None where trees cannot be searched."""
     tree_alone: ClassVar[bool] = False  # it drafts that tree, or a default one, for every γ
     whole_blocks: ClassVar[bool] = False  # servers always draft the number of tokens that it was trained for
-    cost_remedy: ClassVar[str] = "take a cheaper drafter"  # the advice where drafting does not pay
     formats: ClassVar[tuple[str, ...]] = ()
     """The formats that `draftsmith export` writes; empty where it cannot be exported."""
     launched: ClassVar[tuple[str, ...]] = ()  # the formats whose launch line contains γ
@@ -107,48 +105,12 @@ class DrafterKind(ABC):
         """Return a proposer of chains with the same weights, and the length of its chains, at most γ."""
         return drafter.proposer, draft_length
 
-    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
-        """Load a drafter without its weights, None where it does not load or has no files, and describe it."""
-        from draftsmith.train.kinds.findings import Finding
+    def inspect(self, spec: DrafterSpec, target: "Side | None", trust_remote_code: bool) -> "Part | None":
+        """Return a drafter, at best without its weights, or None if it has no files.
 
-        return None, Finding("ok", spec.name or spec.kind, f"{self.title}: no files to check")
-
-    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
-        """Compare a drafter with its target, both without weights."""
-        return iter(())
-
-    def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
-        """Load a drafter, and return the measurement of its rounds, a function of the batch size."""
-        from draftsmith.train.kinds.costs import TimedDrafter
-
-        drafter = self.load(spec, loading)
-        models = [loading.target] if drafter.model is None else [loading.target, drafter.model]
-        name = spec.name or spec.kind
-        return TimedDrafter(loading.target, drafter.proposer, models, name, self.cost_remedy, drafter.tree).finding
-
-    def check_run(self, target: "Side", file: str) -> "Iterator[Finding]":
-        """Check the config file of a training run of such drafters against a target without weights."""
-        from draftsmith.train.cli import parse_config
-        from draftsmith.train.kinds.findings import Finding
-
-        name, recipe = f"{self.name} run", self.recipe
-        assert recipe is not None
-        try:
-            # The training may run on another machine; without this, bf16 would require a GPU here.
-            config = parse_config(recipe.config_class(), ["--config", file, "--training.use_cpu", "true"])
-            text, findings = self.describe_run(target, config)
-        except InputError as error:
-            yield Finding("error", name, str(error).removeprefix(f"{self.name}: "), f"mend {file}")
-            return
-        if Path(config.target) == Path(target.path):
-            yield Finding("ok", name, text)
-        else:
-            yield Finding("warning", name, f"{text}; its target is {config.target}", "give the target of that run")
-        yield from findings
-
-    def describe_run(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
-        """Describe the drafter that a run trains, with findings; raise InputError if it cannot start on this target."""
-        return self.title, []
+        Raise InputError for files that do not load, or do not fit the target.
+        """
+        return None
 
     def check_export(self, config: "ExportOptions") -> None:
         """Raise InputError for options of `draftsmith export` that do not suit such drafters."""

@@ -40,12 +40,11 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
     return notes
 
 
-def _imported(drafter: BlockDrafter, written: str, proved: str) -> list[str]:
-    layers = ", ".join(map(str, drafter.config.target_layer_ids))
-    name = family(drafter.config)
-    what = f"a {name} drafter of {drafter.config.guesses} tokens"
-    where = f"on the outputs of the target's layers {layers}, counted from 0"
-    return [f"{written}, {proved}", f"{what}, {where}{drafter.config.windows}"]
+def _described(drafter: BlockDrafter) -> str:
+    config = drafter.config
+    layers = ", ".join(map(str, config.target_layer_ids))
+    what = f"{family(config)} drafter of {config.guesses} tokens, token {config.mask_token_id} for a mask"
+    return f"{what}, on the outputs of the target's layers {layers}, counted from 0{config.windows}"
 
 
 def _launch(
@@ -77,17 +76,14 @@ def _speculative(config: ExportOptions, drafter: BlockDrafter) -> dict[str, Any]
 FORMATS = HeadsFormats(
     names=writing.BLOCK_FORMATS,
     read=import_block,
-    own=BlockDrafter.from_pretrained,
     refusal=writing.block_refusal,
     fields=writing.config_fields,
-    prove=writing.prove_block,
-    imported=_imported,
+    described=_described,
     speculative=_speculative,
     proposer=lambda drafter, draft_length: BlockProposer(drafter),
     launch=_launch,
     notes=_notes,
     noun="a drafter",
-    compared="numbers",
     tensors=writing.tensors,
     reads_target=lambda drafter, format: drafter.token_map is not None and format != "own",
     on_cpu=_on_cpu,

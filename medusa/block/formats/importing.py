@@ -12,46 +12,30 @@ Target layers are counted from 0, by their outputs; speculators counts the layer
 the target's in all of these, and files may have copies of them.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from draftsmith.decode.cache.features import decoder_layers
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import SLIDING, WINDOWS, drop_whole_maps
 from draftsmith.medusa.block.config import FAMILIES, SPECULATORS
 from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS
 from draftsmith.medusa.block.heads import HEADS, foreign_fields, foreign_names
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
-from draftsmith.medusa.checkpoint_files import (
-    CONFIG,
-    field,
-    from_tensors,
-    match_tensors,
-    read_config,
-    read_safetensors,
-    shards,
-)
-from draftsmith.medusa.formats import SIZES
-from draftsmith.train.checkpoint import check_finite
+from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_safetensors, shards
+from draftsmith.medusa.formats import EMBEDDINGS, HEAD, SIZES, checked_config, read_heads
 from draftsmith.train.kinds.export import check_format
-from draftsmith.train.losses.output_head import head_of
 
-WHAT = "a block drafter"
-TRAINING_ALONE = re.compile(r"^(t2d|verifier_(lm_head|norm)\.weight|.*rotary_emb\.inv_freq)$")
-"""Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
-TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+WHAT = BlockDrafter.title
 FOREIGN = (
     *("speculators_model_type", "speculators_config", "transformer_layer_config", "aux_hidden_state_layer_ids"),
     *("dflash_config", "causal", "sample_from_anchor", "sliding_window_non_causal", "dspark_bonus_anchor"),
     *("eagle_aux_hidden_state_layer_ids", "speculators_version", "num_anchors", "confidence_head_alpha"),
     *("shift_label", "mlp_bias", "pretraining_tp"),
 )
-"""Other tools' fields that are read into ours or by `draftsmith doctor`, or that no number depends on."""
+"""Other tools' fields that are read into ours, or that no number depends on."""
 TURNS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
@@ -76,19 +60,11 @@ def import_block(
         )
     # Some tools store the whole model under one prefix.
     stored = {name.removeprefix("model."): tensor for name, tensor in read_safetensors(shards(directory)).items()}
-    tensors = {name: tensor for name, tensor in stored.items() if not TRAINING_ALONE.match(name)}
-    drop_whole_maps(directory, config, tensors)
-    copies = {name: tensors.pop(name) for name in TARGET_TENSORS if name in tensors}
-    with torch.device("meta"):
-        empty = BlockDrafter(config).state_dict()
-    names = {ours: name for ours, name in foreign_names().items() if name in tensors}
-    drafter = from_tensors(BlockDrafter, config, match_tensors(directory, WHAT, empty, tensors, names))
-    check_finite(drafter, directory, WHAT)
-    drafter.check_tokens(f"{directory}: d2t", stored)
-    if target is not None:
-        drafter.check_fits(target)
-    if copies:
-        _check_copies(directory, copies, drafter, target)
+    drop_whole_maps(directory, config, stored)
+    names = {ours: name for ours, name in foreign_names().items() if name in stored}
+    drafter: BlockDrafter = read_heads(
+        BlockDrafter, directory, config, stored, target, names=names, dropped=(EMBEDDINGS, HEAD)
+    )
     return drafter
 
 
@@ -148,15 +124,8 @@ def read_block_config(directory: Path, target: PreTrainedModel | None = None) ->
     )
     names += tuple(name for head in HEADS for name in head.fields)
     fields = {name: flat[name] for name in (*names, *TURNS, *WINDOWS) if name in flat}
-    try:
-        config = BlockConfig.from_dict(
-            {**fields, "target_layer_ids": layers, "num_target_layers": deep, "tie_word_embeddings": False}
-        )
-        return config.check()
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    except Exception as error:  # the library may fail on any field
-        raise InputError(f"{path}: expected a config of {WHAT}, found: {first_line(error)}") from error
+    fields |= {"target_layer_ids": layers, "num_target_layers": deep, "tie_word_embeddings": False}
+    return checked_config(BlockConfig, fields, path, WHAT)  # type: ignore[no-any-return]
 
 
 def _check_known(flat: dict[str, Any], path: Path) -> None:
@@ -185,20 +154,3 @@ def _check_known(flat: dict[str, Any], path: Path) -> None:
             f"{path}: expected no {odd}, which our drafters do not have, found {flat[odd]!r}; leave it out if no "
             "number depends on it"
         )
-
-
-def _check_copies(
-    directory: Path, copies: dict[str, Tensor], drafter: BlockDrafter, target: PreTrainedModel | None
-) -> None:
-    """Require that copies of the target's embedding and head are equal to them."""
-    if target is None:
-        raise InputError(f"target: expected it for a drafter with {min(copies)}, as in {directory}, found none")
-    # The head in a file of a cut vocabulary has only its rows.
-    rows = head_of(target).weight if drafter.token_map is None else head_of(target).weight[drafter.token_map]
-    theirs: Any = target.get_input_embeddings()
-    for name, expected in (("embed_tokens.weight", theirs.weight), ("lm_head.weight", rows)):
-        if (copy := copies.get(name)) is None:
-            continue
-        wanted = expected.detach().cpu().to(copy.dtype)  # 16-bit copies of the target's are equal too
-        if copy.shape != wanted.shape or not torch.equal(copy, wanted):
-            raise InputError(f"{directory}: expected the target's {name}, which our drafters use, found another")

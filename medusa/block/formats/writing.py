@@ -1,4 +1,4 @@
-"""Block drafters in the formats that servers and other trainers load, and the proof that another process reads them.
+"""Block drafters in the formats that servers and other trainers load.
 
 | format        | config.json                  | loaded by                                                           |
 |---------------|------------------------------|---------------------------------------------------------------------|
@@ -14,9 +14,6 @@ have one slot more than guesses. A DSpark drafter whose anchor guesses nothing h
 speculators, and `dspark_bonus_anchor` in vLLM.
 """
 
-import copy
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +22,16 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import SLIDING
-from draftsmith.medusa.block.blocks import Anchors, attend_to
-from draftsmith.medusa.block.formats import readers
 from draftsmith.medusa.block.heads import family, foreign_fields, foreign_names, side_width
 from draftsmith.medusa.block.heads.base import BlockHead
 from draftsmith.medusa.block.heads.dspark import unserved
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
-from draftsmith.medusa.formats import SIZES, TOLERANCE, relative_error, run_reader, speculators_fields
+from draftsmith.medusa.formats import SIZES, speculators_fields
 from draftsmith.train.kinds.export import unserved_rotation
 from draftsmith.train.losses.output_head import OutputHead
 
 BLOCK_FORMATS = ("own", "vllm", "sglang", "speculators")
-PLACES = 4
-"""The positions whose blocks the proof compares."""
 
 
 def is_dflash(config: Any) -> bool:
@@ -194,38 +187,3 @@ def _speculators(drafter: BlockDrafter) -> dict[str, Any]:
         "sliding_window_non_causal": config.is_causal is False or SLIDING not in config.layer_types,
         **_heads(config, name),
     }
-
-
-@torch.no_grad()
-def prove_block(drafter: BlockDrafter, directory: Path, *_: Any) -> None:
-    """Require that a reader of the directory computes the drafter's block states, added logits and confidence.
-
-    The drafter is on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.
-    """
-    config, generator = drafter.config, torch.Generator().manual_seed(0)
-    wide, slots = config.hidden_size * len(config.target_layer_ids), config.block_size
-    features_TF = torch.randn(PLACES, wide, generator=generator)
-    embeddings_TSH = torch.randn(PLACES, slots, config.hidden_size, generator=generator)
-    outputs_TKX = run_reader(readers, "block", directory, features_TF, embeddings_TSH)
-    exact, indices_1T = copy.deepcopy(drafter).float(), torch.arange(PLACES)[None]
-    context = exact.context(exact.fuse(features_TF[None]), indices_1T)
-    # Only the anchors' positions count: the slots' embeddings are random, not the tokens'.
-    attend, positions_1Q = attend_to(exact, context, Anchors(indices_1T, indices_1T, indices_1T))
-    hidden_TSH = exact(embeddings_TSH.flatten(0, 1)[None], positions_1Q, attend)[0].unflatten(0, (PLACES, slots))
-    guesses, vocab_size, drafted = config.guesses, config.vocab_size, config.draft_vocab_size
-    before = torch.tensor(
-        [[readers.before(t, k, vocab_size) for k in range(-config.silent, guesses)] for t in range(PLACES)]
-    )
-    embed = partial(readers.embedding, embeddings_TSH)
-    added_TKD, sure_TK = torch.zeros(PLACES, guesses, drafted), torch.zeros(PLACES, guesses)
-    if (head := exact.side_head) is not None and head.foreign is not None:
-        added_TKD = head.out(exact.sides(hidden_TSH, before, embed))
-    if exact.confidence_head is not None:
-        sure_TK = exact.confidence(hidden_TSH, before, embed)
-    title = "added logits" if head is None else head.title
-    expected = {"states": exact.guessing(hidden_TSH), title: added_TKD, "confidence": sure_TK[..., None]}
-    parts = outputs_TKX.split([config.hidden_size, drafted, 1], dim=-1)
-    for (name, wanted), part in zip(expected.items(), parts, strict=True):
-        error = relative_error(part, wanted)
-        if not error <= TOLERANCE:
-            raise RuntimeError(f"export: expected a reader to find the same {name}, found them off by {error:.1e}")

@@ -10,7 +10,6 @@ from draftsmith.medusa.eagle.formats.writing import (
     GAMMA,
     eagle_refusal,
     notes,
-    prove_eagle,
     server_config,
     tensors,
 )
@@ -20,10 +19,9 @@ from draftsmith.medusa.formats import HeadsFormats
 from draftsmith.train.kinds.export import ExportOptions, sglang_command, vllm_command
 
 
-def _imported(heads: EagleHeads, written: str, proved: str) -> list[str]:
+def _described(heads: EagleHeads) -> str:
     depths = ", ".join(map(str, heads.layer_ids))
-    described = f"EAGLE-3 heads on the target's features after layers {depths}{heads.config.windows}"
-    return [f"{written}, {proved}", described]
+    return f"EAGLE-3 heads on the target's features after layers {depths}{heads.config.windows}"
 
 
 def _speculative(config: ExportOptions, heads: EagleHeads) -> dict[str, Any]:
@@ -42,11 +40,9 @@ def _launch(
 FORMATS = HeadsFormats(
     names=EAGLE_FORMATS,
     read=import_eagle,
-    own=import_eagle,
     refusal=eagle_refusal,
     fields=server_config,
-    prove=prove_eagle,
-    imported=_imported,
+    described=_described,
     speculative=_speculative,
     proposer=lambda heads, draft_length: EagleProposer(heads),
     launch=_launch,

@@ -13,36 +13,24 @@ layers for vLLM 0.32.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers, default_layers
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import check_distances, drop_whole_maps
-from draftsmith.medusa.checkpoint_files import (
-    CONFIG,
-    field,
-    from_tensors,
-    match_tensors,
-    read_config,
-    read_pickled,
-    read_safetensors,
-    shards,
-)
+from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_pickled, read_safetensors, shards
 from draftsmith.medusa.eagle.config import SHAPE
-from draftsmith.medusa.eagle.formats.writing import DEPTHS, EAGLE_FORMATS, EMBEDDINGS
+from draftsmith.medusa.eagle.formats.writing import DEPTHS, EAGLE_FORMATS
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
-from draftsmith.train.checkpoint import check_finite
+from draftsmith.medusa.formats import EMBEDDINGS, checked_config, read_heads
 from draftsmith.train.kinds.export import check_format
 
 PICKLED = "pytorch_model.bin"
 DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")
 """Fields of other tools, or fields that we write anew."""
-TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_freq$")
-"""Tensors in checkpoints that no draft needs: copies of the target's, and computed ones."""
 
 
 def import_eagle(directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None) -> EagleHeads:
@@ -60,24 +48,9 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     unsaid = None if target is None else default_layers(len(decoder_layers(target)))
     config = read_eagle_config(directory, format, unsaid)
     tensors = _tensors(directory)
-    # Our heads see the target's embeddings: heads that were trained with others would draft badly.
-    embeddings = tensors.pop(EMBEDDINGS, None)
-    if embeddings is not None:
-        _check_embeddings(directory, embeddings, target)
-    try:
-        with torch.device("meta"):
-            empty = EagleHeads(config).state_dict()
-    except InputError as error:
-        raise InputError(f"{directory / CONFIG}: {error}") from error
-    except Exception as error:  # an unknown activation or rotation
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {reason}") from error
     complete_maps(directory, config, tensors)
-    heads = from_tensors(EagleHeads, config, match_tensors(directory, "EAGLE-3 heads", empty, tensors, {}))
-    check_finite(heads, directory, "EAGLE-3 heads")
-    heads.check_tokens(f"{directory}: d2t")
-    if target is not None:
-        heads.check_fits(target)
+    # Our heads see the target's embeddings: heads that were trained with others would draft badly.
+    heads: EagleHeads = read_heads(EagleHeads, directory, config, tensors, target, dropped=(EMBEDDINGS,))
     return heads
 
 
@@ -114,12 +87,8 @@ def read_eagle_config(directory: Path, format: str | None = None, unsaid: list[i
             raise InputError(f"target: expected it for heads that name no depths, as in {directory}, found none")
         depths = unsaid
     fields = {name: value for name, value in flat.items() if name not in DROPPED} | {DEPTHS: depths}
-    try:
-        return EagleConfig.from_dict({**fields, "tie_word_embeddings": False}).check()
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    except Exception as error:  # the library may fail on any field
-        raise InputError(f"{path}: expected a config of EAGLE-3 heads, found: {first_line(error)}") from error
+    fields["tie_word_embeddings"] = False
+    return checked_config(EagleConfig, fields, path, EagleHeads.title)  # type: ignore[no-any-return]
 
 
 def our_name(name: str) -> str:
@@ -133,23 +102,11 @@ def _tensors(directory: Path) -> dict[str, Tensor]:
     stored = read_pickled(pickled) if pickled.is_file() and not files[0].is_file() else read_safetensors(files)
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
-        if TRAINING_ALONE.search(name):
-            continue
         ours = our_name(name)
         if ours in tensors:
             raise InputError(f"{directory}: expected one tensor {ours}, found another by the name of {name}")
         tensors[ours] = tensor
     return tensors
-
-
-def _check_embeddings(directory: Path, embeddings: Tensor, target: PreTrainedModel | None) -> None:
-    if target is None:
-        raise InputError(f"target: expected it for heads with embeddings, as in {directory}, found none")
-    theirs: Any = target.get_input_embeddings()
-    expected = theirs.weight.detach().cpu().to(embeddings.dtype)  # 16-bit copies of the target's are equal too
-    same = embeddings.shape == expected.shape and torch.equal(embeddings, expected)
-    if not same:
-        raise InputError(f"{directory}: expected the target's embeddings, which our heads see, found others of its own")
 
 
 def complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the formats that servers load, and the proof that another process reads them.
+"""EAGLE-3 heads in the formats that servers load.
 
 `own`, `vllm` and `sglang` hold `model.safetensors` with the names of the EAGLE authors; `speculators` has names and a
 config.json of its own, with the target's embeddings, which the library takes from there. The features after n
@@ -7,12 +7,9 @@ SGLang 0.5.23 reads only `eagle_config`, and adds one to it for Llama, Qwen, Mis
 (`set_eagle3_layers_to_capture`): there they are n − 1. So a config with both is right for both.
 """
 
-import copy
 import re
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,19 +17,14 @@ from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import dtype_name, round_tensors
 from draftsmith.medusa.eagle.config import SHAPE
-from draftsmith.medusa.eagle.formats import readers
-from draftsmith.medusa.eagle.heads import EagleHeads, Step
-from draftsmith.medusa.formats import SIZES, TOLERANCE, relative_error, run_reader, speculators_fields
-from draftsmith.medusa.target_states import KeysValues
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.formats import EMBEDDINGS, SIZES, speculators_fields
 from draftsmith.train.kinds.export import unserved_rotation
 
 EAGLE_FORMATS = ("own", "vllm", "sglang", "speculators")
 GAMMA = 4
 """The tokens that a server drafts in a round if nothing is said."""
 DEPTHS = "eagle_aux_hidden_state_layer_ids"
-EMBEDDINGS = "embed_tokens.weight"
-STEPS = 3
-"""The steps of the layer on its own states that the proof compares."""
 
 
 def eagle_refusal(
@@ -130,37 +122,3 @@ def notes(heads: EagleHeads, format: str, target: PreTrainedModel | None) -> lis
     if config.draft_vocab_size < config.vocab_size:
         lines.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens, cut there too (d2t)")
     return lines
-
-
-@torch.no_grad()
-def prove_eagle(heads: EagleHeads, directory: Path, *_: Any) -> None:
-    """Require that a reader of the directory computes the heads' logits, on features and on their own states.
-
-    The heads are on the CPU, rounded to the written weights. Raises a RuntimeError if a reader fails or disagrees.
-    """
-    config, generator = heads.config, torch.Generator().manual_seed(0)
-    wide = config.target_hidden_size * len(heads.layer_ids)
-    features_TF = torch.randn(4, wide, generator=generator)
-    embeddings_TKH = torch.randn(4, STEPS, config.hidden_size, generator=generator)
-    logits_TKV = run_reader(readers, "eagle3", directory, features_TF, embeddings_TKH)
-    exact, positions = copy.deepcopy(heads).float(), torch.arange(4 + STEPS)[None]
-    first = exact(embeddings_TKH[None, :, 0], exact.fuse(features_TF[None]), positions[:, :4])
-    for start in range(4):
-        # The round from `start` sees the features up to there, then one key for each of its own steps.
-        step = Step(first.states[:, start : start + 1], first.hidden[:, start : start + 1], first.own)
-        context = KeysValues(*(own[:, :, : start + 1] for own in first.own))
-        for k in range(STEPS):
-            if k > 0:
-                at = positions[:, start + k : start + k + 1]
-                seen = at - positions[:, : start + k + 1] < (config.window_of(0) or 4 + STEPS)
-                step = exact(embeddings_TKH[None, None, start, k], step.states, at, context, seen[None, None])
-                context = KeysValues(*(torch.cat(pair, 2) for pair in zip(context, step.own, strict=True)))
-            expected_V = exact.widened(exact.head(step.hidden))[0, 0]
-            drafted, logits_V = expected_V.isfinite(), logits_TKV[start, k]
-            if not torch.equal(logits_V.isfinite(), drafted):
-                raise RuntimeError("export: expected a reader to draft the same tokens, found others")
-            error = relative_error(logits_V[drafted], expected_V[drafted])
-            if not error <= TOLERANCE:
-                raise RuntimeError(
-                    f"export: expected a reader to find the same logits, found step {k} off by {error:.1e}"
-                )

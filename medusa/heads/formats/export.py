@@ -17,7 +17,11 @@ from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.export import ExportOptions, vllm_command, vocabulary_override
-from draftsmith.train.kinds.quantities import size
+from draftsmith.train.kinds.quantities import count_of, size
+
+
+def _described(heads: MedusaHeads) -> str:
+    return f"{count_of(heads.config.num_heads, 'head')}, {count_of(heads.config.num_hidden_layers, 'block')} each"
 
 
 def _notes(heads: MedusaHeads, format: str, target: PreTrainedModel | None) -> list[str]:
@@ -65,15 +69,13 @@ FORMATS = HeadsFormats(
     names=writing.FORMATS,
     check_format=check_format,
     read=import_heads,
-    own=lambda directory: import_heads(directory, "own"),
     refusal=refusal,
     adapted=writing.adapt_heads,
     fields=writing.config_fields,
     tensors=writing.tensors,
     pickled={"fasterdecoding": writing.PICKLED},
-    prove=writing.prove,
     notes=_notes,
-    imported=lambda heads, written, proved: [f"{written}: {heads.config.num_heads} heads, {proved}"],
+    described=_described,
     speculative=_speculative,
     proposer=lambda heads, draft_length: MedusaProposer(heads, Tree.chain(draft_length)),
     card=_card,

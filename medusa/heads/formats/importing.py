@@ -4,30 +4,14 @@ import json
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError, first_line
-from draftsmith.medusa.checkpoint_files import (
-    CONFIG,
-    field,
-    from_tensors,
-    match_tensors,
-    read_config,
-    read_pickled,
-    read_safetensors,
-    shards,
-)
-from draftsmith.medusa.heads.formats.writing import (
-    FORMATS,
-    LEGACY,
-    PICKLED,
-    check_format,
-    tensor_names,
-)
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_pickled, read_safetensors, shards
+from draftsmith.medusa.formats import checked_config, read_heads
+from draftsmith.medusa.heads.formats.writing import FORMATS, LEGACY, PICKLED, check_format, tensor_names
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.train.checkpoint import check_finite
 from draftsmith.train.losses.output_head import head_of
 
 
@@ -44,15 +28,7 @@ def import_heads(
     """
     directory = Path(directory)
     format = detect(directory) if format is None else check_format(format)
-    if format == "own":
-        heads = _read_own(directory)
-    elif format == "vllm":
-        heads = _read_vllm(directory)
-    else:
-        heads = _read_fasterdecoding(directory, target)
-    if target is not None:
-        heads.check_fits(target)
-    return heads.eval()
+    return {"own": _read_own, "vllm": _read_vllm, "fasterdecoding": _read_fasterdecoding}[format](directory, target)
 
 
 def detect(directory: str | Path) -> str:
@@ -66,14 +42,6 @@ def detect(directory: str | Path) -> str:
     return formats[0]
 
 
-def foreign_format(directory: Path) -> str | None:
-    """Return the format of another tool's heads; None for ours, or without a config that says it."""
-    try:
-        return next((format for format in marks(directory) if format != "own"), None)
-    except InputError:
-        return None
-
-
 def marks(directory: Path) -> list[str]:
     """Return the formats that a directory has marks of, or raise an InputError without a config.json."""
     config = read_config(directory)
@@ -85,20 +53,17 @@ def marks(directory: Path) -> list[str]:
     return [format for format, is_marked in marked.items() if is_marked]
 
 
-def _read_own(directory: Path) -> MedusaHeads:
+def _read_own(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
     raw, path = read_config(directory), directory / CONFIG
     for name in ("logit_scale", "final_logit_softcapping"):
         field(raw, path, name, float, None)
     for name in ("medusa_fc_bias", "original_lm_head", "lm_head_bias", "hydra"):
         field(raw, path, name, bool, None)
-    try:
-        config = MedusaConfig.from_dict(raw)
-    except Exception as error:  # the library may fail on any field
-        raise InputError(f"{path}: expected a config of heads, found: {first_line(error)}") from error
-    return _built(directory, config, read_safetensors(shards(directory)), {})
+    config = checked_config(MedusaConfig, raw, path, MedusaHeads.title)
+    return _built(directory, config, read_safetensors(shards(directory)), target)
 
 
-def _read_vllm(directory: Path) -> MedusaHeads:
+def _read_vllm(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
     path = directory / CONFIG
     raw = read_config(directory)
     for kind, name in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
@@ -130,7 +95,7 @@ def _read_vllm(directory: Path) -> MedusaHeads:
                 tensors[name] = tensor[token_map.long()]
     if not config.medusa_fc_bias and any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias", name) for name in tensors):
         raise InputError(f"{path}: expected medusa_fc_bias true with biases, which vLLM skips without, found false")
-    return _built(directory, config, tensors, {})
+    return _built(directory, config, tensors, target)
 
 
 def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
@@ -164,7 +129,7 @@ def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> Med
         tensors["lm_head.weight"] = head.weight.detach().cpu().clone()
         if head.bias is not None:
             tensors["lm_head.bias"] = head.bias.detach().cpu().clone()
-    return _built(directory, config, tensors, names)
+    return _built(directory, config, tensors, target, names)
 
 
 def _sequences(directory: Path) -> dict[str, Tensor]:
@@ -177,15 +142,13 @@ def _sequences(directory: Path) -> dict[str, Tensor]:
     return read_pickled(pickled)
 
 
-def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], names: dict[str, str]) -> MedusaHeads:
+def _built(
+    directory: Path,
+    config: MedusaConfig,
+    tensors: dict[str, Tensor],
+    target: PreTrainedModel | None,
+    names: dict[str, str] | None = None,
+) -> MedusaHeads:
     """Return heads with these tensors, which must match the config under the format's names."""
-    try:
-        with torch.device("meta"):
-            empty = MedusaHeads(config).state_dict()
-    except InputError as error:
-        raise InputError(f"{directory / CONFIG}: {error}") from error
     what = f"{config.num_heads} heads with {config.num_hidden_layers} blocks each"
-    heads = from_tensors(MedusaHeads, config, match_tensors(directory, what, empty, tensors, names))
-    heads.check_tokens("token_map")
-    check_finite(heads, directory, "Medusa heads")
-    return heads
+    return read_heads(MedusaHeads, directory, config, tensors, target, what, names)  # type: ignore[no-any-return]

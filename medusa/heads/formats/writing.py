@@ -1,4 +1,4 @@
-"""Medusa heads in the formats of other tools: their names, their limits, and the proof that another process reads them.
+"""Medusa heads in the formats of other tools: their names and their limits.
 
 | format           | weights             | block l of head h         | language-model head of h                 |
 |------------------|---------------------|---------------------------|------------------------------------------|
@@ -11,7 +11,6 @@ target's. That file is only read (`draftsmith.medusa.heads.formats.importing`).
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import check_dtype, dtype_name, from_tensors, round_tensors
-from draftsmith.medusa.formats import TOLERANCE, relative_error, run_reader
-from draftsmith.medusa.heads.formats import readers
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.kinds.export import check_format as one_of_formats
 from draftsmith.train.losses.cut_vocabulary import whole_rows
-from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding")
@@ -163,40 +159,3 @@ def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
             for part in ("weight", "bias"):
                 names[f"blocks.{h}.layers.{layer}.{part}"] = f"{h}.{layer}.linear.{part}"
     return names
-
-
-@torch.no_grad()
-def prove(adapted: MedusaHeads, directory: Path, heads: MedusaHeads, format: str, by_rank: bool) -> None:
-    """Require that readers compute the logits of the heads before export, or raise a RuntimeError."""
-    for reader in dict.fromkeys((format, "vllm") if format in VLLM_READS else (format,)):
-        _prove(heads, directory, format, reader, adapted.dtype, by_rank)
-
-
-def _prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: torch.dtype, by_rank: bool) -> None:
-    config, generator = heads.config, torch.Generator().manual_seed(0)
-    hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
-    embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)
-    logits_NKV = run_reader(readers, reader, directory, hidden_NH, embeddings_NKH)
-    shape, found_shape = (4, config.num_heads, config.vocab_size), tuple(logits_NKV.shape)
-    if found_shape != shape:
-        raise RuntimeError(f"export: expected {reader} to read logits of shape {shape}, found {found_shape}")
-    dropped = by_rank and format != "own"
-    for k in range(config.num_heads):
-        # The head as it is here, with rounded weights, and without the parts that by_rank leaves out.
-        block = copy.deepcopy(heads.blocks[k]).to("cpu", dtype).float()
-        lm_head = copy.deepcopy(heads.lm_head_of(k)).to("cpu", dtype).float()
-        head = heads.head(k)
-        scale = 1.0 if dropped and format != "vllm" else head.scale
-        finished = OutputHead(lm_head.weight, lm_head.bias, scale, None if dropped else head.softcap)
-        logits = finished(block(hidden_NH, heads.block_embeddings(k, embeddings_NKH)))
-        expected = heads.widened(logits.to(heads.device)).cpu()
-        drafted = expected.isfinite()
-        values, others = (logits_NKV[:, k].masked_fill(mask, float("-inf")) for mask in (~drafted, drafted))
-        if not (values.isfinite() == drafted).all():
-            raise RuntimeError(f"export: expected {reader} to read finite logits for head {k}, found others")
-        error = relative_error(values[drafted], expected[drafted])
-        if not error <= TOLERANCE:
-            raise RuntimeError(f"export: expected {reader} to read the same logits, found head {k} off by {error:.1e}")
-        # A whole vocabulary may have logits for tokens outside of a cut one.
-        if not (others.amax(-1) < values.amax(-1)).all():
-            raise RuntimeError(f"export: expected {reader} to draft what head {k} can, found a token that it cannot")

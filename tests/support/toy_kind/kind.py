@@ -22,14 +22,11 @@ class Toy(DrafterKind):
         table = Table.from_pretrained(str(spec.path), dtype=loading.target.dtype).to(loading.target.device).eval()
         return self.drafter(spec, TableProposer(table), model=table)
 
-    def inspect(self, spec, trust_remote_code):
-        from draftsmith.train.kinds.parts import load_part
-        from toy_kind.table import Table, TableConfig
+    def inspect(self, spec, target, trust_remote_code):
+        from draftsmith.train.kinds.parts import Part
+        from toy_kind.table import Table
 
-        def empty(path: str) -> Table:
-            return Table(TableConfig.from_pretrained(path)).to("meta")
-
-        return load_part(spec, empty, lambda table: "a table of pairs", "train one: draftsmith toy")
+        return Part(spec.name or spec.kind, spec.path, Table.from_pretrained(spec.path), "a table of pairs", "F32", 0)
 
     def export(self, config, path):
         with put_in_place(Path(config.output)) as output:

@@ -9,20 +9,20 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.block import checks as block_checks
 from draftsmith.medusa.block.formats.importing import import_block
+from draftsmith.medusa.block.kind import Block
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.eagle import checks as eagle_checks
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.kind import Eagle
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import empty_model
 
 VOCAB, POSITIONS = 97, 512
 TOKENS = torch.arange(40)
 KINDS = {
-    "eagle": (EagleHeads, import_eagle, eagle_checks.inspect),
-    "block": (BlockDrafter, import_block, block_checks.inspect),
+    "eagle": (EagleHeads, import_eagle, Eagle()),
+    "block": (BlockDrafter, import_block, Block()),
 }
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
 LINEAR, THETA, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 10000.0}, {"rope_type": "default"}
@@ -44,17 +44,20 @@ def rewritten(path: Path, **fields: object) -> None:
 
 def said_at_each_door(kind: str, path: Path) -> set[str | None]:
     """Return what loading, importing and `doctor` say; None where they take the files."""
-    heads, read, inspect = KINDS[kind]
+    heads, read, described = KINDS[kind]
     said: set[str | None] = set()
-    for load in (heads.from_pretrained, read):
+    for load in (
+        heads.from_pretrained,
+        read,
+        lambda path: described.inspect(DrafterSpec(kind, str(path)), None, False),
+    ):
         try:
             load(path)
             said.add(None)
         except InputError as error:
             assert "\n" not in str(error)
             said.add(str(error))
-    finding = inspect(DrafterSpec(kind, str(path)))[1]
-    return said | {None if finding.state == "ok" else finding.text}
+    return said
 
 
 CONTRADICTIONS = {
@@ -111,7 +114,7 @@ def test_a_config_that_says_the_same_twice_is_taken_at_every_door(tmp_path, kind
     assert said_at_each_door(kind, tmp_path) == {None}
     window = {"a layer's window": 16, "a window of all positions": POSITIONS}.get(name)
     assert KINDS[kind][1](tmp_path).config.window_of(0) == window
-    said = KINDS[kind][2](DrafterSpec(kind, str(tmp_path)))[1].text
+    said = KINDS[kind][2].inspect(DrafterSpec(kind, str(tmp_path)), None, False).text
     assert ("a window of" in said) == (f"a window of {window} positions" in said) == (window is not None)
 
 

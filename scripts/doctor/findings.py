@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.decode.errors import InputError
+
 State = Literal["ok", "warning", "error"]
 SYMBOLS = {"ok": "✓", "warning": "!", "error": "✗"}
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
@@ -20,7 +22,15 @@ class Finding:
     name: str
     text: str
     remedy: str = ""
-    """Advice, for warnings and errors."""
+    """Advice, for warnings."""
+
+    @classmethod
+    def of(cls, error: InputError, name: str, *fields: str) -> "Finding":
+        """Return an error as a finding; the line begins with its name, in place of one of these fields."""
+        text = " ".join(str(error).split())
+        for field in (name, *fields):
+            text = text.removeprefix(f"{field}: ")
+        return cls("error", name, text)
 
 
 def report(finding: Finding, console: Console) -> None:
