@@ -2,7 +2,7 @@
 
 One thread does all networking. The decoder waits for it up to the timeout, however long name resolution, connecting or
 a slow answer takes. After a failure the line is down: the thread polls `/health`, and calls return at once until the
-service answers. Uses the standard library only.
+service answers.
 """
 
 import http.client
@@ -17,7 +17,7 @@ from functools import partialmethod
 from typing import Any
 from urllib.parse import urlsplit
 
-from draftsmith.scripts.services.draft_protocol import MOST_BYTES, ProtocolError, Service, decode_service
+from draftsmith.scripts.services.draft_protocol import MOST_BYTES, ProtocolError, Service, decode
 
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds after the first, second, … failure in a row
 SILENCE = 60.0  # the least seconds between two log lines of a level
@@ -117,7 +117,7 @@ class DraftLine(threading.Thread):
 
     def _look(self) -> None:
         try:
-            service = decode_service(self._exchange("GET", "/health"))
+            service = decode(Service, self._exchange("GET", "/health"))
         except Exception as error:
             self._hang_up()
             self._down(LineDown(f"expected a draft service, found {_words(error)}"))

@@ -5,7 +5,7 @@
 
 vLLM 0.32 calls `propose` after each step, in the process that runs the target, with the tokens of its batch. No error
 leaves `propose`: a step without drafts is plain decoding. draftsmith may be installed here without its dependencies, so
-this imports only the standard library and prometheus_client, which vLLM brings.
+this imports only the standard library, and prometheus_client and pydantic, which vLLM brings.
 
 Environment:
     DRAFT_ENDPOINT: the service's URL.
@@ -26,12 +26,12 @@ from prometheus_client import Counter
 from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, ThrottledLog
 from draftsmith.scripts.services.draft_protocol import (
     MOST_TOKENS,
-    ClientReport,
+    VERSION,
     DraftRequest,
     DraftRow,
     ProtocolError,
     decode_drafts,
-    encode_request,
+    encode,
 )
 from draftsmith.scripts.services.row_texts import KnownText, KnownTexts
 
@@ -59,7 +59,6 @@ class RemoteDraft:
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._client = uuid.uuid4().hex
         self._texts = KnownTexts(max(64, 2 * int(vllm_config.scheduler_config.max_num_seqs)))
-        self._plain = self._failures = 0  # since the last answered call
         self._line: DraftLine | None = None
         try:
             self._draft_length = min(self._draft_length, _number(env, "MAX_DRAFT_TOKENS", self._draft_length))
@@ -108,7 +107,6 @@ class RemoteDraft:
         """Ask for drafts of some rows, given by number and tokens, and write them to `drafts`."""
         service = line.service
         if service is None:
-            self._plain += 1
             PLAIN_ROUNDS.inc()
             return
         start = time.perf_counter()
@@ -124,21 +122,17 @@ class RemoteDraft:
         if not requested:
             return
         request_rows = [row for _, _, row in requested]
-        report = ClientReport(self._failures, self._plain)
-        body = encode_request(DraftRequest(self._client, request_rows, self._texts.ended(), report))
+        body = encode(DraftRequest(VERSION, self._client, request_rows, self._texts.ended()))
         try:
             answer = line.ask(body)
             answers = decode_drafts(answer, request_rows)
         except (LineDown, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 line.refuse(error)
-            self._failures += 1
-            self._plain += 1
             FAILURES.inc()
             PLAIN_ROUNDS.inc()
             return
         line.accept()
-        self._failures = self._plain = 0
         for (number, text, row), draft in zip(requested, answers, strict=True):
             # Only an answered piece counts as sent; after a null the next round sends the whole text.
             text.sent = 0 if draft is None else row.start + len(row.tokens)

@@ -91,7 +91,10 @@ def entry(path: str | None, temperatures: Sequence[float], spans: Sequence[Range
 
 def drafter_entry(file: str, path: str) -> DrafterLengths:
     """Return the entry of the drafter in a directory, or the only entry; raise InputError without such an entry."""
-    drafters = _drafters(file, "draft_lengths")
+    try:
+        drafters = read(DraftLengths, Path(file), "draft_lengths")["drafters"]
+    except FileNotFoundError as error:
+        raise InputError(f"draft_lengths: expected a file that `measure` wrote at {file}, found none") from error
     if len(drafters) == 1:
         return next(iter(drafters.values()))
     for drafter in drafters.values():
@@ -99,29 +102,6 @@ def drafter_entry(file: str, path: str) -> DrafterLengths:
             return drafter
     names = ", ".join(drafters) or "none"
     raise InputError(f"draft_lengths: expected a drafter at {path} in {file}, found {names}")
-
-
-def named_entry(file: str, name: str, field: str) -> DrafterLengths:
-    """Return the entry of a drafter by its name in reports, or the only entry; `field` names the file's option."""
-    drafters = _drafters(file, field)
-    if len(drafters) == 1:
-        return next(iter(drafters.values()))
-    if name not in drafters:
-        raise InputError(f"{field}: expected {name} in {file}, found {', '.join(drafters) or 'none'}")
-    return drafters[name]
-
-
-def _drafters(file: str, field: str) -> dict[str, DrafterLengths]:
-    try:
-        return read(DraftLengths, Path(file), field)["drafters"]
-    except FileNotFoundError as error:
-        raise InputError(f"{field}: expected a file that `measure` wrote at {file}, found none") from error
-
-
-def length_at(lengths: DrafterLengths, rows: int) -> int:
-    """Return γ for a batch of `rows`; the last range has no end."""
-    ranges = lengths["num_speculative_tokens_per_batch_size"]
-    return next((length for _, last, length in ranges if rows <= last), ranges[-1][2])
 
 
 def speculative_fields(file: str, path: str) -> dict[str, object]:

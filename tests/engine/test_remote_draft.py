@@ -189,14 +189,12 @@ def test_a_service_that_is_killed_and_comes_back(pair, longer, prompts):
         texts = await write(url, prompts, before=before)
         counts += [*snapshots, await counters(url)]
         ours = await metrics(url, "draftsmith_remote_draft_")
-        return texts, counts, ours, await metrics(pair.service, "draftsmith_draft_")
+        return texts, counts, ours
 
-    texts, counts, ours, service = asyncio.run(ask())
+    texts, counts, ours = asyncio.run(ask())
     assert texts == [text[:TOKENS] for text in longer]
     with_it, _, without, after = (later - sooner for sooner, later in pairwise(counts))
     assert with_it.num_accepted_tokens > 0 and after.num_accepted_tokens > 0
     assert without.num_drafts == without.num_accepted_tokens == 0
     assert ours["failures_total"] >= 1 and ours["plain_rounds_total"] > TOKENS and ours["rounds_total"] > TOKENS
-    # The second service was told what the client had counted while there was none.
-    assert service["client_failures_total"] >= 1 and service["client_plain_rounds_total"] > TOKENS
     assert "decoding continues plainly" in pair.server.log.read_text()

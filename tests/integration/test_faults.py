@@ -39,7 +39,7 @@ from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
-from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
+from draftsmith.scripts.services.draft_protocol import DraftRequest, ProtocolError, Service, decode
 from draftsmith.scripts.serving.certify.config import CertifyConfig
 from draftsmith.scripts.serving.certify.servers import TextStore
 from draftsmith.scripts.serving.client import identify_engine, metrics_of
@@ -199,8 +199,8 @@ PROMPTS = [
     {"request": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "response": {"choices": [
         {"message": {"content": "yes"}, "finish_reason": "stop"}]}},
 ]  # fmt: skip
-DRAFTS = {"version": 1, "client": "c", "rows": [], "ended": [3], "report": {}}
-SERVICE = {"version": 1, "model": "m", "vocab_size": 9, "max_length": 9, "max_rows": 9, "max_draft_length": 4}
+DRAFTS = {"version": 2, "client": "c", "rows": [{"id": 1, "start": 0, "tokens": [5], "want": 2}], "ended": [3]}
+SERVICE = {"version": 2, "model": "m", "vocab_size": 9, "max_length": 9, "max_rows": 9, "max_draft_length": 4}
 YAML = b"server: &a http://127.0.0.1:8000\nprompts: [x, {y: *a}]\ntemperature: 0,1\nsampled_tokens: 2000\nlimit: 3\n"
 
 
@@ -259,8 +259,8 @@ READERS: dict[str, Reader] = {
     "an engine's answers": Reader(
         lines(ENGINE), lambda path: run_of(path.read_bytes(), [Job("t", [[1]])], "ended"), run_is_possible
     ),
-    "a request for drafts": Reader(lines(DRAFTS), lambda path: decode_request(path.read_bytes())),
-    "a draft service": Reader(lines(SERVICE), lambda path: decode_service(path.read_bytes())),
+    "a request for drafts": Reader(lines(DRAFTS), lambda path: decode(DraftRequest, path.read_bytes())),
+    "a draft service": Reader(lines(SERVICE), lambda path: decode(Service, path.read_bytes())),
     "a kept block": Reader(lines({"server": BLOCK.to_dict()}), lambda path: read(dict[str, ServerTurn], path), blocks),
     "a kept batch": Reader(lines([asdict(GROUP)]), lambda path: read(list[Group], path)),
     "kept costs": Reader(lines([TABLE]), lambda path: read(list[ValidTable], path)),

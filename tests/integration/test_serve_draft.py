@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.decode import PromptLookupProposer, Switch
 from draftsmith.scripts import cli
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, Service
+from draftsmith.scripts.services.draft_protocol import VERSION, DraftRequest, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.app import DraftApp
 from draftsmith.scripts.services.serve_draft.copies import Copies
 from draftsmith.scripts.services.serve_draft.follow import Follower
@@ -41,7 +41,7 @@ def chain(model, text: list[int], length: int) -> list[int]:
 
 
 def request(client: str, *rows: DraftRow, ended: tuple[int, ...] = ()) -> DraftRequest:
-    return DraftRequest(client, list(rows), list(ended), ClientReport())
+    return DraftRequest(VERSION, client, list(rows), list(ended))
 
 
 class Inside:
@@ -50,9 +50,9 @@ class Inside:
     def __init__(self, model, max_waiting: int = 8, max_batch: int = 8, timeout: float = 60.0, key: str = ""):
         self.metrics = ServiceMetrics()
         self.texts = DraftTexts(model, MAX_LENGTH, 8, 4096)
-        self.worker = Worker(self.texts, max_batch, max_waiting, self.metrics)
+        self.worker = Worker(self.texts, max_batch, self.metrics, max_waiting)
         service = Service(protocol.VERSION, "tiny", self.texts.vocab_size, MAX_LENGTH, max_batch, 8)
-        self.app = DraftApp(self.worker, service, self.metrics, timeout, key).app
+        self.app = DraftApp(self.worker, service, self.metrics, key, timeout).app
 
     def ask(self, *bodies: bytes, **headers: str | bytes) -> list[httpx2.Response]:
         async def all_at_once() -> list[httpx2.Response]:
@@ -90,21 +90,6 @@ def test_what_waits_is_drafted_together(draft):
     assert counted["tokens_total"] == 3 * (4 + 2) + 4 and counted["texts"] == 6
 
 
-def test_a_full_client_is_drafted_less_for(draft):
-    """γ by a request's own rows, whatever else is in the batch."""
-    worker = Worker(DraftTexts(draft, MAX_LENGTH, 8, 4096), 8, 8, ServiceMetrics(), lambda rows: 3 - rows)
-    works = [
-        PendingDrafts(request(name, *(DraftRow(row, 0, [5, row], 4) for row in range(1, 1 + rows))))
-        for name, rows in (("a", 1), ("b", 2), ("c", 3))
-    ]
-    for work in works:
-        worker.submit(work)
-    worker.start()
-    assert [[len(drafted) for drafted in work.answer.result(60)] for work in works] == [[2], [1, 1], [0, 0, 0]]
-    assert works[0].answer.result() == [chain(draft, [5, 1], 2)]
-    worker.stop()
-
-
 def test_a_batch_has_no_more_rows_than_allowed(draft):
     inside = Inside(draft, max_batch=3)
     works = [PendingDrafts(request(name, DraftRow(1, 0, [5], 1), DraftRow(2, 0, [6], 1))) for name in ("a", "b")]
@@ -114,14 +99,14 @@ def test_a_batch_has_no_more_rows_than_allowed(draft):
     assert all(len(work.answer.result(60)) == 2 for work in works)
     inside.worker.stop()
     assert inside.counted()["batch_rows_count"] == 2
-    (answer,) = inside.ask(protocol.encode_request(request("a", *(DraftRow(i, 0, [5], 1) for i in range(4)))))
+    (answer,) = inside.ask(protocol.encode(request("a", *(DraftRow(i, 0, [5], 1) for i in range(4)))))
     assert (answer.status_code, answer.text) == (400, "rows: expected at most 3, found 4\n")
 
 
 def test_a_full_queue_and_a_late_answer(draft):
     """With a worker that has not begun: two wait until their time is over, the third finds no room."""
     inside = Inside(draft, max_waiting=2, timeout=0.3)
-    body = protocol.encode_request(request("a", DraftRow(1, 0, [5], 1)))
+    body = protocol.encode(request("a", DraftRow(1, 0, [5], 1)))
     answers = inside.ask(body, body, body)
     assert sorted(answer.status_code for answer in answers) == [503, 504, 504]
     assert {answer.text for answer in answers} == {
@@ -135,7 +120,7 @@ def test_a_full_queue_and_a_late_answer(draft):
 
 def test_nothing_is_drafted_for_a_client_that_has_left(draft):
     inside, told = Inside(draft), []
-    body = protocol.encode_request(request("a", DraftRow(1, 0, [5], 1)))
+    body = protocol.encode(request("a", DraftRow(1, 0, [5], 1)))
     events = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
     scope = {"type": "http", "method": "POST", "path": "/propose", "headers": [], "query_string": b""}
 
@@ -155,22 +140,22 @@ def test_nothing_is_drafted_for_a_client_that_has_left(draft):
 def test_an_error_is_an_answer_and_the_next_request_finds_a_clean_service(draft, monkeypatch, caplog):
     inside = Inside(draft)
     inside.worker.start()
-    ask = protocol.encode_request(request("a", DraftRow(1, 0, [5, 6], 2)))
+    ask = protocol.encode(request("a", DraftRow(1, 0, [5, 6], 2)))
     assert inside.ask(ask)[0].status_code == 200
     with monkeypatch.context() as patch:
         patch.setattr(DraftTexts, "_chains", lambda *_: 1 / 0)
         (answer,) = inside.ask(ask)
     assert (answer.status_code, answer.text) == (500, "service: expected drafts, found ZeroDivisionError\n")
     assert "all texts are forgotten" in caplog.text
-    (answer,) = inside.ask(protocol.encode_request(request("a", DraftRow(1, 2, [7], 2))))
-    assert answer.json() == {"version": 1, "drafts": [None]}
+    (answer,) = inside.ask(protocol.encode(request("a", DraftRow(1, 2, [7], 2))))
+    assert answer.json() == {"version": 2, "drafts": [None]}
     inside.worker.stop()
 
 
 def test_other_bodies_and_other_keys_are_refused(draft):
     inside = Inside(draft, key="sesame")
     inside.worker.start()
-    good = protocol.encode_request(request("a", DraftRow(1, 0, [5], 1)))
+    good = protocol.encode(request("a", DraftRow(1, 0, [5], 1)))
     (answer,) = inside.ask(good)
     assert answer.status_code == 401 and "sesame" not in answer.text
     assert inside.ask(good, Authorization="Bearer sesamé".encode())[0].status_code == 401
@@ -184,10 +169,10 @@ def test_other_bodies_and_other_keys_are_refused(draft):
 def test_ended_texts_are_forgotten(draft):
     inside = Inside(draft)
     inside.worker.start()
-    inside.ask(protocol.encode_request(request("a", DraftRow(1, 0, [5], 1), DraftRow(2, 0, [6], 1))))
-    inside.ask(protocol.encode_request(request("b", DraftRow(1, 0, [5], 1), ended=(2,))))
+    inside.ask(protocol.encode(request("a", DraftRow(1, 0, [5], 1), DraftRow(2, 0, [6], 1))))
+    inside.ask(protocol.encode(request("b", DraftRow(1, 0, [5], 1), ended=(2,))))
     assert len(inside.texts) == 3  # another client's 2 is another text
-    inside.ask(protocol.encode_request(request("a", DraftRow(1, 1, [5], 1), ended=(2,))))
+    inside.ask(protocol.encode(request("a", DraftRow(1, 1, [5], 1), ended=(2,))))
     inside.worker.stop()
     assert len(inside.texts) == 2
 
@@ -210,7 +195,7 @@ def test_another_draft_takes_the_place_of_the_one_that_is_served(draft, tmp_path
     text = [5, 6, 7]
 
     def drafted(start: int = 0, given: list[int] = text) -> list[int] | None:
-        (answer,) = inside.ask(protocol.encode_request(request("a", DraftRow(1, start, given, 3))))
+        (answer,) = inside.ask(protocol.encode(request("a", DraftRow(1, start, given, 3))))
         return answer.json()["drafts"][0]
 
     follower.look()
@@ -256,7 +241,7 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
     def client(name: str, first: int) -> None:
         text, told = [first, first + 1], 0
         for _ in range(6):
-            answer = post(url, protocol.encode_request(request(name, DraftRow(9, told, text[told:], 3))))
+            answer = post(url, protocol.encode(request(name, DraftRow(9, told, text[told:], 3))))
             (drafted,) = answer.json()["drafts"]
             if drafted != chain(model, text, 3):
                 failures.append((name, text, drafted))
@@ -271,7 +256,7 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
             thread.join()
         assert not failures
         assert httpx2.get(f"{url}/health").json() == {
-            "version": 1, "model": tiny.name, "vocab_size": 97, "max_length": 512, "max_rows": 4, "max_draft_length": 16
+            "version": 2, "model": tiny.name, "vocab_size": 97, "max_length": 512, "max_rows": 4, "max_draft_length": 16
         }  # fmt: skip
         assert httpx2.get(f"{url}/propose").status_code == 405 and httpx2.get(f"{url}/docs").status_code == 404
         assert post(url, b"{").status_code == 400
@@ -286,7 +271,7 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
         with socket.create_connection(("127.0.0.1", port)) as endless, suppress(ConnectionError):
             endless.sendall(half[:30] + b"x" * 2**24)
         assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
-        assert post(url, protocol.encode_request(request("late", DraftRow(1, 0, [5], 1)))).status_code == 200
+        assert post(url, protocol.encode(request("late", DraftRow(1, 0, [5], 1)))).status_code == 200
         process.terminate()  # in the middle of a hundred requests
         assert process.wait(30) == 0
         for connection in half_open:
@@ -303,15 +288,12 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
     written = [10, 11, 12, 13, 14, 15, 9, 10, 11, 12]
 
     def ask(client: str, text: list[int], ended: tuple[int, ...] = ()) -> list[int]:
-        body = protocol.encode_request(request(client, DraftRow(len(text), 0, text, 3), ended=ended))
+        body = protocol.encode(request(client, DraftRow(len(text), 0, text, 3), ended=ended))
         return post(url, body).json()["drafts"][0]
 
     link = tmp_path / "current"
     link.symlink_to(directory, target_is_directory=True)
-    drafter, flags = (
-        f"hybrid:suffix+{link}@match=3,score=0.5",
-        ("--max-length", "200", "--learn", "--follow-seconds=0.1"),
-    )
+    drafter, flags = f"hybrid:suffix+{link}@match=3,score=0.5", ("--max-length", "200", "--learn")
     with draft_service(drafter, port, tmp_path / "log", *flags) as process:
         assert httpx2.get(f"{url}/health").json()["model"] == "suffix+current"
         assert ask("a", written) == [13, 14, 15]
@@ -341,7 +323,6 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
         (["--draft", "nowhere"], "draft: expected"),
         (["--draft", "d", "--port", "70000"], "port: expected"),
         (["--draft", "d", "--device", "auto"], "device: expected"),
-        (["--draft", "d", "--timeout", "0"], "timeout: expected a finite number, more than 0"),
         (["--draft", "d", "--max-length", "100", "--cache-tokens", "99"], "cache_tokens: expected room"),
         (["--draft", "d", "--key-env", "NO_SUCH_VARIABLE"], "key_env: expected an API key"),
         (["--draft", "TINY", "--max-length", "513"], "max_length: expected at most the draft's 512 positions"),
@@ -350,11 +331,6 @@ def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
             ["--drafter", "prompt_lookup"],
             "drafter: expected a draft model, which drafts without the target, found n-grams",
         ),
-        (
-            ["--draft", "TINY", "--draft-lengths", "d"],
-            "draft_lengths: expected a file that `measure` wrote at d, found",
-        ),
-        (["--draft", "d", "--store-bytes", "9"], "store_bytes: expected at least 32768"),
     ],
 )
 def test_bad_input_is_a_line(flags, words, tiny, capsys):

@@ -12,11 +12,13 @@ from starlette.routing import Route
 
 from draftsmith.scripts.services.draft_protocol import (
     MOST_BYTES,
+    VERSION,
+    DraftAnswer,
+    DraftRequest,
     ProtocolError,
     Service,
-    decode_request,
-    encode_drafts,
-    encode_service,
+    decode,
+    encode,
 )
 from draftsmith.scripts.services.http_server import LEFT, BodyError, BodyReader, client_gone
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
@@ -24,12 +26,15 @@ from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
 
 JSON = "application/json"
 MOST_READ = 32 * MOST_BYTES  # bytes of requests that are read at once
+TIMEOUT = 30.0  # seconds after which a request is answered with 504
 
 
 class DraftApp:
     """Answers requests with a worker's drafts; clients must send the `key` unless it is empty."""
 
-    def __init__(self, worker: Worker, service: Service, metrics: ServiceMetrics, timeout: float, key: str = ""):
+    def __init__(
+        self, worker: Worker, service: Service, metrics: ServiceMetrics, key: str = "", timeout: float = TIMEOUT
+    ):
         self._worker, self._service, self._metrics = worker, service, metrics
         self._timeout, self._key, self._bodies = timeout, key, BodyReader(MOST_BYTES, MOST_READ)
         routes = [
@@ -58,15 +63,13 @@ class DraftApp:
         if not self._allowed(http.headers.get("authorization", "")):
             return _refusal(401, "authorization: expected `Bearer` and this service's key, found neither")
         try:
-            request = decode_request(await self._bodies.read(http))
+            request = decode(DraftRequest, await self._bodies.read(http))
         except ProtocolError as error:
             return _refusal(400, str(error))
         except BodyError as error:
             return _refusal(error.status, str(error))
         if len(request.rows) > self._service.max_rows:
             return _refusal(400, f"rows: expected at most {self._service.max_rows}, found {len(request.rows)}")
-        self._metrics.client_failures.inc(request.report.failures)
-        self._metrics.client_plain_rounds.inc(request.report.plain_rounds)
         work = PendingDrafts(request)
         if not self._worker.submit(work):
             return _refusal(503, "service: expected room for a request, found a full queue")
@@ -82,12 +85,12 @@ class DraftApp:
             drafts = answered.result()
         except Exception as error:
             return _refusal(500, f"service: expected drafts, found {type(error).__name__}")
-        return Response(encode_drafts(drafts), media_type=JSON)
+        return Response(encode(DraftAnswer(VERSION, drafts)), media_type=JSON)
 
     async def _health(self, http: Request) -> Response:
         if not self._worker.is_alive():
             return _refusal(503, "service: expected a thread that drafts, found none")
-        return Response(encode_service(self._service), media_type=JSON)
+        return Response(encode(self._service), media_type=JSON)
 
     async def _show_metrics(self, http: Request) -> Response:
         return Response(generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -26,7 +26,6 @@ from draftsmith.scripts.services.serve_draft.follow import Follower, warm_up
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
-from draftsmith.scripts.serving.draft_lengths import drafter_entry, length_at
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
@@ -36,6 +35,7 @@ from draftsmith.train.kinds.untrained import Suffix, vocabulary_digest
 from draftsmith.train.models import load_draft, load_tokenizer
 
 KEEP_ALIVE = 120  # seconds that an idle connection stays open: a decoder without requests sends nothing
+STORE_BYTES = 1 << 27  # of learnt texts, if the drafter was given no store
 GRACE = 5  # seconds for requests in flight when the service ends
 
 
@@ -83,7 +83,7 @@ def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel
     assert isinstance(hybrid, HybridProposer)
     stores: list[SuffixStore] = []
     if config.learn:
-        new = SuffixStore(model.config.get_text_config().vocab_size, config.store_bytes, vocabulary_digest(tokenizer))
+        new = SuffixStore(model.config.get_text_config().vocab_size, STORE_BYTES, vocabulary_digest(tokenizer))
         for drafter in hybrid.first:
             if isinstance(drafter, SuffixProposer):
                 if drafter.store is None:
@@ -134,18 +134,15 @@ def serve(config: ServeDraftConfig) -> int:
     listener = open_socket(config.host, config.port)
     served, metrics = _served(config), ServiceMetrics()
     directory = os.path.realpath(served.path) if os.path.isdir(served.path) else None  # None for a hub id
-    most = None
-    if config.draft_lengths is not None:
-        most = partial(length_at, drafter_entry(config.draft_lengths, str(served.spec.path)))
     texts = load_texts(config, directory)
     warm_up(texts)
-    worker = Worker(texts, config.max_batch, config.max_waiting, metrics, most)
+    worker = Worker(texts, config.max_batch, metrics)
     name, follower = served.name, None
     if directory is not None:
         load = partial(load_texts, config, copying=False)
-        follower = Follower(served.path, texts, directory, load, worker, metrics, config.follow_seconds)
+        follower = Follower(served.path, texts, directory, load, worker, metrics)
     service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
-    app = DraftApp(worker, service, metrics, config.timeout, key).app
+    app = DraftApp(worker, service, metrics, key).app
     server = bounded_server(app, KEEP_ALIVE, GRACE)
 
     ended_by_signals(server)

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from draftsmith.decode.errors import InputError, Range, at_least, at_most, finite, more_than, require
+from draftsmith.decode.errors import InputError, Range, at_least, at_most, require
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.options import DEVICE, DRAFT_LENGTH, THREADS, ModelOptions
 
 PORT = at_least(0) & at_most(65535)
-LEAST_STORE = at_least(1 << 15)
-"""The least size of a `SuffixStore`, repeated here because help must not import it."""
 ONE_DEVICE = DEVICE & Range("one device", lambda name: name != "auto")
 
 
@@ -24,15 +22,9 @@ class ServeDraftConfig(ModelOptions):
     """The draft model: a directory or hub id. Its tokenizer must be the target's. The target itself is not loaded, so
     drafters that need it cannot be served. Or a hybrid that ends with a draft model, such as
     hybrid:suffix+DIR@match=4: where its switch accepts a copy, the copy is the draft."""
-    follow_seconds: float = 2.0
-    """Seconds between checks of the draft's directory if that is a link: once it points elsewhere, the draft there is
-    loaded while the old one serves, and then replaces it."""
     learn: bool = False
     """Add ended texts to the suffix drafter's store, so that other requests copy what they share. A client's drafts may
-    then contain another client's text."""
-    store_bytes: int = 1 << 27
-    """The most bytes of that store, 8 a token, if the drafter was given none. It is sorted after every 65,536 tokens;
-    that pauses drafting for about a second for each million tokens in it."""
+    then contain another client's text. A store that the drafter was not given has 128 MiB at most, 8 bytes a token."""
     host: str = "127.0.0.1"
     """The address to listen at. Texts are sent unencrypted, so beyond this machine use a proxy that encrypts."""
     port: int = 8100
@@ -48,17 +40,11 @@ class ServeDraftConfig(ModelOptions):
     """The most tokens of a text, including drafted ones; the model's number of positions if None."""
     max_draft_length: int = 16
     """The most drafted tokens a round; a request for more gets this many."""
-    draft_lengths: str | None = None
-    """draft_lengths.json of `measure` or `tune`, which limits γ by the texts that a client decodes together."""
     max_batch: int = 256
     """The most rows to draft for together, and so the most rows of a request."""
     cache_tokens: int = 65536
     """The most tokens whose keys and values are cached: room for all texts in progress. When it is full, the least
     recently used text is forgotten. While a batch changes, up to twice the memory is used."""
-    max_waiting: int = 64
-    """The most waiting requests; further ones are refused with 503."""
-    timeout: float = 30.0
-    """Seconds after which a request is answered with 504."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,9 +53,7 @@ class ServeDraftConfig(ModelOptions):
         require(self, ONE_DEVICE, "device")
         require(self, THREADS, "threads")
         require(self, DRAFT_LENGTH, "max_draft_length")
-        require(self, at_least(1), "max_length", "max_batch", "cache_tokens", "max_waiting")
-        require(self, LEAST_STORE, "store_bytes")
-        require(self, finite(more_than(0)), "timeout", "follow_seconds")
+        require(self, at_least(1), "max_length", "max_batch", "cache_tokens")
         if self.max_length is not None and self.cache_tokens < self.max_length:
             raise InputError(
                 f"cache_tokens: expected room for a text of {self.max_length} tokens, found {self.cache_tokens}"

@@ -12,6 +12,7 @@ from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
 
 LOGGER = logging.getLogger(__name__)
+SECONDS = 2.0  # between two checks of the link
 
 
 class Follower(threading.Thread):
@@ -24,7 +25,7 @@ class Follower(threading.Thread):
 
     def __init__(
         self, link: str, texts: DraftTexts, directory: str, load: Callable[[str], DraftTexts], worker: Worker,
-        metrics: ServiceMetrics, seconds: float,
+        metrics: ServiceMetrics, seconds: float = SECONDS,
     ):  # fmt: skip
         super().__init__(name="follow", daemon=True)
         self._link, self._directory, self._load, self._worker = link, directory, load, worker

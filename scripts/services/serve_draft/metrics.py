@@ -30,6 +30,3 @@ class ServiceMetrics:
         self.waiting = gauge(name("waiting_requests"), "Requests that wait.")
         self.texts = gauge(name("texts"), "Texts that are known.")
         self.cached_tokens = gauge(name("cached_tokens"), "Tokens whose keys and values are kept.")
-        self.client_failures = counter(name("client_failures"), "Calls without an answer, as clients report them.")
-        plain_rounds = "Rounds that clients decoded plainly, as they report them."
-        self.client_plain_rounds = counter(name("client_plain_rounds"), plain_rounds)

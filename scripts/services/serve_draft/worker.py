@@ -4,16 +4,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
 
-from draftsmith.scripts.services.draft_protocol import DraftRequest, DraftRow
+from draftsmith.scripts.services.draft_protocol import DraftRequest
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 
 LOGGER = logging.getLogger(__name__)
+MOST_WAITING = 64  # requests; further ones are refused with 503
 
 Key = tuple[str, int]  # a client and its id of a text
 Drafts = list[list[int] | None]
@@ -36,17 +36,13 @@ class Worker(threading.Thread):
     """Drafts for one batch after another until it is stopped.
 
     Only this thread uses the drafter `texts`, until `replace` gives another. A batch has at most `max_batch` rows, and
-    no request has more. At most `max_waiting` requests wait. `most` maps the number of a request's rows to the most
-    tokens to draft for each; None for no limit.
+    no request has more. At most `max_waiting` requests wait.
     """
 
-    def __init__(
-        self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: ServiceMetrics,
-        most: Callable[[int], int] | None = None,
-    ):  # fmt: skip
+    def __init__(self, texts: DraftTexts, max_batch: int, metrics: ServiceMetrics, max_waiting: int = MOST_WAITING):
         super().__init__(name="draft", daemon=True)
         self._texts, self._max_batch, self._max_waiting, self._metrics = texts, max_batch, max_waiting, metrics
-        self._most, self._next = most, cast(DraftTexts | None, None)
+        self._next: DraftTexts | None = None
         self._waiting: deque[PendingDrafts] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -80,7 +76,7 @@ class Worker(threading.Thread):
             start = time.perf_counter()
             try:
                 self._texts.forget([(work.request.client, id_) for work in batch for id_ in work.request.ended])
-                rows = [row for work in batch for row in self._rows(work.request)]
+                rows = [row for work in batch for row in work.request.rows]
                 drafts = self._texts.draft([key for work in batch for key in work.keys], rows)
             except Exception as error:
                 LOGGER.exception("expected drafts of %d requests, found an error; all texts are forgotten", len(batch))
@@ -98,13 +94,6 @@ class Worker(threading.Thread):
                 self._texts.learn()  # from ended texts, after the answers are out
             except Exception:  # such as a lack of memory to sort a store
                 LOGGER.exception("expected to learn from ended texts, found an error; they are left out")
-
-    def _rows(self, request: DraftRequest) -> list[DraftRow]:
-        """Return a request's rows, with drafts limited to the length that pays at its load."""
-        if self._most is None:
-            return request.rows
-        most = self._most(len(request.rows))
-        return [replace(row, want=min(row.want, most)) for row in request.rows]
 
     def _take(self) -> list[PendingDrafts]:
         """Wait for requests, and return those that fit together, with each text once; empty at the end."""

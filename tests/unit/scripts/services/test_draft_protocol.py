@@ -10,78 +10,83 @@ import numpy as np
 import pytest
 
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, ProtocolError, Service
+from draftsmith.scripts.services.draft_protocol import (
+    VERSION,
+    DraftAnswer,
+    DraftRequest,
+    DraftRow,
+    ProtocolError,
+    Service,
+    decode,
+    encode,
+)
 from draftsmith.scripts.services.http_server import BodyError, BodyReader
 from draftsmith.scripts.services.row_texts import KnownTexts
 
-REQUEST = DraftRequest("c0ffee", [DraftRow(7, 120, [11, 12], 4), DraftRow(8, 0, [1], 0)], [3], ClientReport(2, 5))
+REQUEST = DraftRequest(VERSION, "c0ffee", [DraftRow(7, 120, [11, 12], 4), DraftRow(8, 0, [1], 0)], [3])
+SERVICE = Service(VERSION, "tiny", 4096, 512, 64, 8)
 
 
 def said(**changes) -> bytes:
-    return json.dumps(json.loads(protocol.encode_request(REQUEST)) | changes).encode()
+    return json.dumps(json.loads(encode(REQUEST)) | changes).encode()
 
 
 def row(**changes) -> dict:
     return {"id": 1, "start": 2, "tokens": [3], "want": 4} | changes
 
 
+def answer(drafts: object) -> bytes:
+    return json.dumps({"version": VERSION, "drafts": drafts}).encode()
+
+
 def test_what_is_said_is_read():
-    assert protocol.decode_request(protocol.encode_request(REQUEST)) == REQUEST
+    for message in (REQUEST, SERVICE):
+        assert decode(type(message), encode(message)) == message
     drafts = [[5, 6], None]
-    assert protocol.decode_drafts(protocol.encode_drafts(drafts), REQUEST.rows) == drafts
-    service = Service(protocol.VERSION, "tiny", 4096, 512, 64, 8)
-    assert protocol.decode_service(protocol.encode_service(service)) == service
+    assert protocol.decode_drafts(encode(DraftAnswer(VERSION, drafts)), REQUEST.rows) == drafts
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "field"),
     [
-        (b"", "request: expected JSON"),
-        (b"[" * 100_000, "request: expected JSON"),
-        (b'{"a":' + b"9" * 5000 + b"}", "request: expected JSON"),
-        (b"\xff\xfe\x00", "request: expected JSON"),
-        (b"[]", "request: expected an object"),
-        (b" " * (protocol.MOST_BYTES + 1), "request: expected at most"),
-        (said(version=2), "version: expected 1, found 2"),
-        (said(version=True), "version: expected 1, found True"),
-        (said(more=1), "request: expected the fields"),
-        (said(client=""), "client: expected"),
-        (said(client="a" * 65), "client: expected"),
-        (said(client="a b"), "client: expected"),
-        (said(rows={}), "rows: expected a list"),
-        (said(rows=[1]), r"rows\[0\]: expected the fields"),
-        (said(rows=[row(id=-1)]), r"rows\[0\].id: expected a whole number from 0 to"),
-        (said(rows=[row(id=1.0)]), r"rows\[0\].id"),
-        (said(rows=[row(start=1 << 31)]), r"rows\[0\].start"),
-        (said(rows=[row(tokens=[-1])]), r"rows\[0\].tokens"),
-        (said(rows=[row(tokens=["1"])]), r"rows\[0\].tokens"),
-        (said(rows=[row(tokens=[True])]), r"rows\[0\].tokens"),
-        (said(rows=[row(tokens=None)]), r"rows\[0\].tokens: expected a list"),
-        (said(rows=[row(start=0, tokens=[])]), r"rows\[0\]: expected a text of at least one token"),
-        (said(rows=[row(want=-1)]), r"rows\[0\].want"),
-        (said(rows=[row(), row()]), "rows: expected each id once"),
-        (said(rows=[row(tokens=[1] * (protocol.MOST_TOKENS + 1))]), "rows: expected at most"),
-        (said(ended=[None]), "ended: expected"),
-        (said(report={}), "report: expected the fields"),
-        (said(report={"failures": -1, "plain_rounds": 0}), "report.failures"),
+        (b"", ""),
+        (b"[" * 100_000, ""),
+        (b'{"a":' + b"9" * 5000 + b"}", ""),
+        (b"\xff\xfe\x00", ""),
+        (b"[]", ""),
+        (b" " * (protocol.MOST_BYTES + 1), ""),
+        (said(version=1), "version"),
+        (said(version=True, client=""), "version"),
+        (said(more=1), "more"),
+        (said(client=""), "client"),
+        (said(client="a" * 65), "client"),
+        (said(client="a b"), "client"),
+        (said(rows={}), "rows"),
+        (said(rows=[1]), "rows.0"),
+        (said(rows=[row(id=-1)]), "rows.0.id"),
+        (said(rows=[row(id=1.0)]), "rows.0.id"),
+        (said(rows=[row(start=1 << 31)]), "rows.0.start"),
+        (said(rows=[row(tokens=[-1])]), "rows.0.tokens"),
+        (said(rows=[row(tokens=["1"])]), "rows.0.tokens"),
+        (said(rows=[row(tokens=[True])]), "rows.0.tokens"),
+        (said(rows=[row(tokens=None)]), "rows.0.tokens"),
+        (said(rows=[row(start=0, tokens=[])]), "rows.0: .*at least one token"),
+        (said(rows=[row(want=-1)]), "rows.0.want"),
+        (said(rows=[row(), row()]), ".*each id once"),
+        (said(rows=[row(tokens=[1] * (protocol.MOST_TOKENS + 1))]), ".*at most"),
+        (said(ended=[None]), "ended"),
     ],
 )
-def test_other_requests_are_refused_in_a_line(body, words):
-    with pytest.raises(ProtocolError, match=words) as refusal:
-        protocol.decode_request(body)
+def test_other_requests_are_refused_in_a_line(body, field):
+    with pytest.raises(ProtocolError, match=rf"^DraftRequest[.:] ?{field}") as refusal:
+        decode(DraftRequest, body)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
 
 @pytest.mark.parametrize("drafts", [[[1]], [[1], None, None], [[1, 2, 3, 4, 5], None], [[1], [1]], [["a"], None], "no"])
 def test_answers_that_do_not_fit_are_refused(drafts):
     with pytest.raises(ProtocolError, match="drafts"):
-        protocol.decode_drafts(protocol.encode_drafts(drafts), REQUEST.rows)
-
-
-def test_another_version_is_named():
-    body = protocol.encode_service(Service(2, "tiny", 4096, 512, 64, 8))
-    with pytest.raises(ProtocolError, match="version: expected 1, found 2"):
-        protocol.decode_service(body)
+        protocol.decode_drafts(answer(drafts), REQUEST.rows)
 
 
 HEAVY = {"torch", "numpy", "transformers", "httpx2", "draftsmith.decode", "draftsmith.train"}

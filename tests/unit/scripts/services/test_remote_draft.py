@@ -1,7 +1,6 @@
 """RemoteDraft within a stand-in for vLLM: whatever the service does, `propose` answers, and it tells what is new."""
 
 import http.server
-import json
 import logging
 import socket
 import threading
@@ -15,10 +14,14 @@ from local_server import LocalHandler
 from draftsmith.scripts.services import draft_line
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, ThrottledLog
-from draftsmith.scripts.services.remote_draft import RemoteDraft
+from draftsmith.scripts.services.remote_draft import FAILURES, PLAIN_ROUNDS, RemoteDraft
 
 SERVICE = protocol.Service(protocol.VERSION, "fake", 100, 50, 8, 8)
 LENGTH = 64
+
+
+def drafts(drafts: list[list[int] | None]) -> bytes:
+    return protocol.encode(protocol.DraftAnswer(protocol.VERSION, drafts))
 
 
 class FakeService(http.server.ThreadingHTTPServer):
@@ -45,15 +48,15 @@ class Handler(LocalHandler):
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
-        self.say(protocol.encode_service(SERVICE))
+        self.say(protocol.encode(SERVICE))
 
     def do_POST(self) -> None:
         self.server.paths.append(self.path)
-        request = protocol.decode_request(self.rfile.read(int(self.headers["Content-Length"])))
+        request = protocol.decode(protocol.DraftRequest, self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(request)
         if self.server.act is not None and self.server.act(self, request):
             return
-        self.say(protocol.encode_drafts([list(range(1, 1 + row.want)) for row in request.rows]))
+        self.say(drafts([list(range(1, 1 + row.want)) for row in request.rows]))
 
     def say(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)
@@ -119,10 +122,7 @@ def test_a_round_tells_what_is_new(service):
     batch.write(1, [5, 6, 3])
     batch.drafts(drafter)
     assert asked(service) == [(3, [1, 2], 4), (2, [3], 4)]
-    assert (
-        service.requests[0].client == service.requests[1].client
-        and service.requests[1].report == protocol.ClientReport()
-    )
+    assert service.requests[0].client == service.requests[1].client
     assert service.paths == ["/health", "/propose", "/propose"]
 
 
@@ -138,7 +138,7 @@ def test_what_the_service_does_not_know_is_told_anew(service):
     drafter, batch = up(remote(service.url)), Batch([5, 6])
     batch.drafts(drafter)
     batch.write(0, [5, 6, 7])
-    service.act = lambda handler, _: handler.say(protocol.encode_drafts([None])) or True
+    service.act = lambda handler, _: handler.say(drafts([None])) or True
     assert batch.drafts(drafter) == [[]] and asked(service) == [(2, [7], 4)]
     service.act = None
     batch.write(0, [5, 6, 7, 8])
@@ -153,13 +153,13 @@ def test_a_draft_has_no_more_tokens_than_allowed(service, limit, wanted):
 def test_the_ends_of_both_models_are_minded(service, monkeypatch):
     drafter = up(remote(service.url))
     assert Batch(list(range(50))).drafts(drafter) == [[]]  # the draft model's
-    monkeypatch.setattr(drafter._line, "service", protocol.Service(1, "fake", 100, 500, 8, 8))
+    monkeypatch.setattr(drafter._line, "service", protocol.Service(protocol.VERSION, "fake", 100, 500, 8, 8))
     assert Batch(list(range(61))).drafts(drafter) == [[1, 2]]  # a round writes one token more than it drafts
     assert Batch(list(range(63))).drafts(drafter) == [[]]
 
 
 def test_tokens_that_the_target_lacks_end_a_draft(service):
-    service.act = lambda handler, _: handler.say(protocol.encode_drafts([[5, 90, 6]])) or True
+    service.act = lambda handler, _: handler.say(drafts([[5, 90, 6]])) or True
     assert Batch([5, 6]).drafts(up(remote(service.url))) == [[5]]
 
 
@@ -175,12 +175,12 @@ def drop(handler, request):
 
 
 def chatter(handler, request):
-    handler.say(b'{"version": 1, "drafts": "many"}')
+    handler.say(b'{"version": 2, "drafts": "many"}')
     return True
 
 
 def too_long(handler, request):
-    handler.say(protocol.encode_drafts([list(range(5))]))
+    handler.say(drafts([list(range(5))]))
     return True
 
 
@@ -192,24 +192,21 @@ def test_a_failure_is_plain_decoding_until_the_service_is_well(service, act):
     service.act = None
     up(drafter)
     assert batch.drafts(drafter) == [[1, 2, 3, 4]]
-    report = service.requests[-1].report
-    assert report.failures == 1 and report.plain_rounds == 1
     assert service.requests[-1].rows[0].start == 0
-    batch.drafts(drafter)
-    assert service.requests[-1].report == protocol.ClientReport()
 
 
 def test_a_slow_service_is_waited_for_once(service):
     release = threading.Event()
     service.act = lambda handler, request: release.wait(20) and False
     drafter, batch = up(remote(service.url, DRAFT_TIMEOUT_MS="30")), Batch([5, 6])
+    counts = [counter._value.get() for counter in (FAILURES, PLAIN_ROUNDS)]
     assert [batch.drafts(drafter) for _ in range(5)] == [[[]]] * 5
     release.set()
     service.act = None
     up(drafter)
     drafter._line.timeout = 20.0
     assert batch.drafts(drafter) == [[1, 2, 3, 4]]
-    assert service.requests[-1].report == protocol.ClientReport(failures=1, plain_rounds=5)
+    assert [counter._value.get() for counter in (FAILURES, PLAIN_ROUNDS)] == [counts[0] + 1, counts[1] + 5]
     assert len(service.requests) == 2
 
 
@@ -303,5 +300,5 @@ def test_bytes_of_a_round_do_not_grow_with_the_text(service):
         batch.drafts(drafter)
         batch.write(0, [*range(length), 1])
         batch.drafts(drafter)
-        sizes.append(len(protocol.encode_request(service.requests[-1])))
-    assert len(set(sizes)) == 1 and json.loads(protocol.encode_request(service.requests[-1]))["rows"][0]["start"] == 40
+        sizes.append(len(protocol.encode(service.requests[-1])))
+    assert len(set(sizes)) == 1 and service.requests[-1].rows[0].start == 40

@@ -9,9 +9,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.serving.draft_lengths import (
     SCHEMA,
     chosen_lengths,
-    drafter_entry,
-    length_at,
-    named_entry,
     ranges,
     speculative_fields,
     with_speculative,
@@ -90,11 +87,3 @@ def test_what_no_server_would_take_is_refused_in_one_line(tmp_path, drafters, me
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"expected a file that `measure` wrote at .*none\.json, found none"):
         speculative_fields(str(tmp_path / "none.json"), "here")
-
-
-def test_a_load_has_the_length_of_its_range_and_the_last_one_beyond(tmp_path):
-    file = written(tmp_path, draft=("here", RANGES), other=("elsewhere", [[1, 1, 2]]))
-    assert [length_at(drafter_entry(file, "here"), rows) for rows in (1, 4, 5, 8, 9, 16, 99)] == [3, 3, 1, 1, 0, 0, 0]
-    assert length_at(named_entry(file, "other", "x"), 7) == 2
-    with pytest.raises(InputError, match=r"x: expected third in .*, found draft, other"):
-        named_entry(file, "third", "x")

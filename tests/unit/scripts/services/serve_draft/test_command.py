@@ -57,7 +57,7 @@ def test_a_store_of_the_drafts_tokenizer_is_copied_from_and_learnt_into(director
 
 
 def test_suffix_drafters_without_a_store_learn_together(directory):
-    texts = loaded(f"hybrid:suffix:9+prompt_lookup+suffix:2+{directory}", learn=True, store_bytes=1 << 15)
+    texts = loaded(f"hybrid:suffix:9+prompt_lookup+suffix:2+{directory}", learn=True)
     ask(texts, EARLIER)
     texts.forget([0])
     texts.learn()
@@ -81,9 +81,3 @@ def test_what_cannot_be_served_is_refused_in_one_line(directory, drafter, learn,
     with pytest.raises(InputError, match=words) as error:
         loaded(drafter.replace("DIR", str(directory)), learn=learn)
     assert "\n" not in str(error.value)
-
-
-def test_a_store_that_holds_nothing_is_refused():
-    with pytest.raises(InputError, match="store_bytes: expected at least 32768, found 32767"):
-        ServeDraftConfig(drafter=["d"], store_bytes=(1 << 15) - 1)
-    SuffixStore(9, 1 << 15)
