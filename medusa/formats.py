@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.proposers.base import Proposer
+from draftsmith.decode.tree import searched_tree
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     WEIGHTS,
