@@ -84,7 +84,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
 }
 """The stages of the road, and their commands: what each does, and where its config is. Recipes are in `train`."""
 COMMANDS = {name: command for stage in ROAD.values() for name, command in stage.items()}
-MODULES = {"align": "choose.align", "export": "serving.export", "generate": "generate.command"}
+MODULES = {"align": "choose.align", "export": "serving.export"}
 """Commands whose module's name follows neither from their own nor from their config's package."""
 RENAMED = {"medusa-tree": "tree"}
 LAUNCHER = ["-m", "accelerate.commands.launch"]

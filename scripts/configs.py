@@ -23,10 +23,8 @@ class GenerateConfig(Sampling, TemplateOptions):
     """The text to continue; `-` reads it from standard input, without its last newline."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The drafter: a directory or hub id of draft models or heads, or a kind: prompt_lookup, lookahead, unigram,
-    early_exit:N with the target's first N layers, or none for plain decoding. If a draft model's tokenizer differs from
-    the target's in more than the tokens' ids, its text is re-encoded: at temperature 0 only, in chains."""
-    proposer: str | None = None
-    """Select the drafter of this kind among several; or the kind itself, if it needs no directory."""
+    early_exit:N with the target's first N layers, or none for plain decoding. A draft model's tokenizer may have
+    the target's tokens under other ids."""
     draft_length: int = 4
     """γ, drafted tokens per round; for a tree, its depth."""
     width: int = 0
@@ -46,10 +44,7 @@ class GenerateConfig(Sampling, TemplateOptions):
         from draftsmith.decode.rules import as_rule
 
         super().__post_init__()
-        texts = drafter_texts(self.drafter)
-        if self.proposer is not None:
-            texts = [text for text in texts if text.startswith(f"{self.proposer}:")] or [self.proposer]
-        self.drafter = only_drafter(texts)
+        self.drafter = only_drafter(self.drafter)
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(1), "max_new_tokens")
         require(self, at_least(0), "width", "seed")

@@ -9,7 +9,7 @@ from pages import ROOT
 
 from draftsmith.decode import DraftModelProposer, PromptLookupProposer
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts import cli, kinds
+from draftsmith.scripts import cli
 from draftsmith.scripts.configs import GenerateConfig, TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parse_drafter
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -129,9 +129,7 @@ def test_older_flags_are_aliases(tmp_path):
     assert measured("--drafter", "a", "--drafter=b", "--prompt_lookup") == ["a", "b", "prompt_lookup"]
     heads = ["--target", "t", "--completions", "[c]", "--heads", "h"]
     assert parse_config(TreeConfig, heads).drafter == ["h"]
-    given = ["--target", "t", "--prompt", "p", "--draft", "d", "--medusa", "h"]
-    assert parse_config(GenerateConfig, [*given, "--proposer", "medusa"]).drafter == ["medusa:h"]
-    assert parse_config(GenerateConfig, [*given, "--proposer", "none"]).drafter == [kinds.NONE]
+    assert parse_config(GenerateConfig, ["--target", "t", "--prompt", "p", "--medusa", "h"]).drafter == ["medusa:h"]
 
 
 def test_older_commands_are_aliases(capsys):

@@ -2,8 +2,9 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import speed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
@@ -20,20 +21,24 @@ from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
+from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.kind import DraftModel, RenumberedDraft
 from draftsmith.scripts.configs import GenerateConfig
-from draftsmith.scripts.generate.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
 from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
 from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.summary import PICTURES
 from draftsmith.train.cli import INTERRUPTED, parse_config
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
 
+# Corrections are also underlined: many are spaces, and not everyone can tell red from green.
+STYLES = {"prompt": "dim", "accepted": "green", "corrected": "red underline", "bonus": "cyan", "undrafted": ""}
+
 
 class NoDraft(StatelessProposer):
-    """A proposer of empty drafts: each round is one token of plain decoding, for the live view."""
+    """A proposer of empty drafts: each round is one token of plain decoding."""
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Return empty drafts."""
@@ -63,16 +68,14 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
         return autoregressive_generate(target, input_ids, max_new_tokens=new, **options)
 
     speculative(2)  # a warm-up: the first forwards allocate
-    coloured = console.is_terminal and not console.is_dumb_terminal and not console.no_color
-    screen = Terminal(console) if coloured else Plain(console.file)
-    progress = Progress(screen, Detokenizer(tokenizer, ids))
+    progress = Progress(console, Detokenizer(tokenizer, ids))
     output = None
     try:
         try:
             progress.begin()
             output = speculative(config.max_new_tokens, progress)
         finally:
-            screen.close()
+            progress.write("\n", "prompt")
         _summarise(config, progress, output, errors)
         pair.warn_undrafted([len(ids)], [output.sequences.shape[1]])
         if config.compare:
@@ -91,6 +94,86 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     return 0
 
 
+class Detokenizer:
+    """An incremental detokenizer: the prompt and all pieces join to the decoded whole.
+
+    A window of tokens since the last complete piece is decoded, and its text past the pieces returned so far is the
+    next one. So spaces that depend on the token before come out right, and an incomplete character, which decodes to
+    U+FFFD, waits for its last token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]):
+        self._tokenizer, self._window, self._out = tokenizer, list(prompt_ids), len(prompt_ids)
+        self.prompt = self._shown = self._decode()
+
+    def push(self, token: int) -> str:
+        """Return the text that a token completes, possibly empty."""
+        self._window.append(token)
+        text = self._decode()
+        piece = text[len(self._shown) :]
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._window = self._window[self._out :]
+        self._out, self._shown = len(self._window), self._decode()
+        return piece
+
+    def flush(self) -> str:
+        """Return the rest of the text, at its end."""
+        return self._decode()[len(self._shown) :]
+
+    def _decode(self) -> str:
+        # A clean-up of spaces would change text that was already returned.
+        options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(self._window, **options))
+
+
+@dataclass
+class Progress:
+    """An observer that prints the tokens of each round and counts them; `seconds` of decoding exclude the printing."""
+
+    console: Console
+    detokenizer: Detokenizer
+    counts: Counts = field(default_factory=Counts)
+    kinds: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def begin(self) -> None:
+        """Print the prompt and start the clock."""
+        self.write(self.detokenizer.prompt, "prompt")
+        self._printed = time.perf_counter()
+
+    def __call__(self, round: Round) -> None:
+        """Print a round's tokens."""
+        self.seconds += time.perf_counter() - self._printed
+        self.counts += round.counts
+        kinds = kinds_of(round)
+        self.kinds.update(kinds)
+        for token, kind in zip(round.tokens, kinds, strict=True):
+            self.write(self.detokenizer.push(token), kind)
+        if round.done:
+            self.write(self.detokenizer.flush(), kinds[-1])
+        self._printed = time.perf_counter()
+
+    def write(self, text: str, kind: str) -> None:
+        """Print text in the style of its kind; without colours as it is, for pipes and files."""
+        if self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.no_color:
+            text = text.translate(PICTURES)
+            self.console.print(Text(text, STYLES[kind]), soft_wrap=True, end="")
+        else:
+            self.console.file.write(text)
+        self.console.file.flush()
+
+    def tokens_per_second(self) -> float:
+        """Return emitted tokens ÷ decoding time, the prompt's forward included; 0 before the first round."""
+        return self.counts.num_emitted_tokens / self.seconds if self.seconds else 0.0
+
+
+def kinds_of(round: Round) -> list[str]:
+    """Return the origin of each token of a round: accepted, and the last corrected, a bonus, or undrafted."""
+    last = "undrafted" if not round.drafted else "bonus" if round.bonus else "corrected"
+    return ["accepted"] * round.accepted + [last] * (len(round.tokens) - round.accepted)
+
+
 def _prompt(config: GenerateConfig) -> str:
     text = config.prompt
     if text == "-":
@@ -100,10 +183,6 @@ def _prompt(config: GenerateConfig) -> str:
             raise InputError(f"prompt: expected UTF-8 on standard input, found: {error}") from error
     if not text:
         raise InputError("prompt: expected some text, found an empty string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # a command line's bytes that are no UTF-8 arrive as lone surrogates
-        raise InputError("prompt: expected UTF-8 text, found bytes that are none") from error
     return text
 
 
@@ -128,7 +207,7 @@ def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:
-    """Print the summary; `output` is None after an interrupt."""
+    """Print the summary; `output` is None after an interrupt. The names of the kinds are the legend of the colours."""
     counts, kinds = progress.counts, progress.kinds
     tau, rate = counts.mean_acceptance_length(), counts.draft_acceptance_rate()
     pace = f"{speed(progress.tokens_per_second())} tokens/s"

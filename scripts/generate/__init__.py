@@ -1,1 +1,0 @@
-"""`draftsmith generate`: decode one prompt in a terminal, and show the drafting."""
