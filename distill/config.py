@@ -1,17 +1,13 @@
 """Settings of a distillation run."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.decode.options import Options
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import Machines
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import ObjectiveConfig
-
-if TYPE_CHECKING:
-    pass
 
 MOST = 256
 """The greatest number of tokens that a draft learns to draft in one forward."""
@@ -148,21 +144,3 @@ class DistillConfig(ParallelOptions, ObjectiveConfig):
     def stored_as(self) -> str:
         """The model whose dtype "auto" saves in: the initial draft, or the target."""
         return self.draft or self.target
-
-
-@dataclass
-class DistillPlanConfig(Machines, DistillConfig):
-    """Predict whether a run fits its GPUs and how long it takes, from the run's own config.
-
-    Other recipes (`--recipe`) have other fields.
-    """
-
-    plan_class = "draftsmith.distill.parallel.memory:plan_of"
-
-    draft_config: str | None = None
-    """The draft's config.json, if the draft itself is not available."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_config is not None and self.draft is None:
-            raise InputError("draft_config: expected none for a draft made from the target, found one")

@@ -8,7 +8,7 @@ import torch
 from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.heads.trainer import MedusaTrainer
+from draftsmith.medusa.heads.trainer import MedusaTrainer, new_heads
 from draftsmith.medusa.run import HeadsRun
 from draftsmith.medusa.target_states import TargetStates
 from draftsmith.train.data.first_look import (
@@ -34,16 +34,7 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
 
     def new_heads(self) -> MedusaHeads:
         """Return heads that begin as copies of the target's own."""
-        config = self.config
-        return MedusaHeads.of_target(  # type: ignore[no-any-return]
-            self.target,
-            config.num_heads,
-            token_map=self.token_map,
-            num_hidden_layers=config.num_layers,
-            original_lm_head=config.lm_heads == "shared",
-            hydra=config.hydra,
-            base_model_name_or_path=config.target,
-        ).float()
+        return new_heads(self.config, self.target, self.token_map)
 
     def first_look(self) -> None:
         """Scale each copy, unless the target is on several devices."""

@@ -34,7 +34,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
     "train": {
         "plan": (
             "computes whether a training run will fit its GPUs, and how long it takes; needs no weights and no GPU",
-            "plan.config:plan_config",
+            "train.memory.machines:Machines",
         ),
     },
     "measure": {
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = MODULES.get(name, f"{package}.command" if found else name.replace("-", "_"))
 
     def command() -> int:
-        if name != "plan":  # its runs are for other machines, whose files need not exist here
+        if name != "plan":  # it divides its flags from those of the planned command
             parse_config(config_class(name, rest), rest)  # report mistakes before seconds of imports
         code: int = import_module(f"draftsmith.scripts.{module}").main(rest)
         return code

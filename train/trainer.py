@@ -127,8 +127,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         placed = config.target_sharded or config.target_device or config.target_quantization
         if self.target is not None and not placed:
             self.target.to(self.args.device)
-        self._works = None if self.target is None else Work.of(self.target), self.trained_work()
-        self.telemetry = Telemetry(self.args, self._work)
+        self.telemetry = Telemetry(self.args, self.work)
         self.clock = self.telemetry.clock
         # Makes the Trainer count the completion tokens of the global batch and pass the count to `compute_loss`.
         self.model_accepts_loss_kwargs = True
@@ -295,9 +294,14 @@ class RecipeTrainer(SavingTrainer, ABC):
         """Return the arithmetic of the trained model, which is a causal LM unless a recipe overrides this."""
         return Work.of(self.model)  # type: ignore[arg-type]
 
-    def _work(self, positions: float, seen: float, tokens: float) -> float | None:
+    @cached_property
+    def works(self) -> tuple[Work | None, Work | None]:
+        """The arithmetic of the target, None without one or if it is not known, and of the trained model."""
+        return None if self.target is None else Work.of(self.target), self.trained_work()
+
+    def work(self, positions: float, seen: float, tokens: float) -> float | None:
         """Return the operations of some steps; None if a model's are not known."""
-        teacher, student = self._works
+        teacher, student = self.works
         if student is None or (teacher is None and self.target is not None):
             return None
         frozen = 0.0 if teacher is None else teacher.forward(positions, seen, tokens)

@@ -15,6 +15,7 @@ from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.files import remove
 from draftsmith.train.kinds.kind import Recipe
 from draftsmith.train.launch import TrainingRun
+from draftsmith.train.memory.machines import GIB, Machines
 from draftsmith.train.models import set_attention
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ LOGGED = 2
 """Steps of a line of the log; the last line is kept."""
 TINY_FIELDS = {"draft_vocabulary": 512, "mask_token": TINY_TOKENS, "layers": 2, "anchors": 16}
 """In place of the configs' on a CPU."""
-GIB = 2**30
 
 
 def run_class(recipe: Recipe, target: PreTrainedModel) -> type[Any]:
@@ -93,6 +93,7 @@ def step(name: str, attention: str | None, place: "Place") -> dict[str, Any]:
     del trainer, run
     gc.collect()
     remove(output)
-    planned = parse_config(recipe.plan_class(), flags_of(values | {"recipe": recipe.command, "training.use_cpu": True}))
-    plan = planned.memory_plan()
-    return figures | {"planned_gib": plan.total(plan.setting) / GIB}
+    plan = recipe.memory_plan(
+        parse_config(recipe.config_class(), flags_of(values | {"training.use_cpu": True})), Machines()
+    )
+    return figures | {"planned_gib": plan.total / GIB}

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.memory import DraftPlan
 from draftsmith.distill.parallel.chains import Chains, kept_shares, most_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
-from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.memory.setting import MemorySetting
-from draftsmith.train.memory.training import TracedStep
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.memory.machines import Machines
+from draftsmith.train.memory.trace import BatchShape
 
 
 class ParallelPlan(DraftPlan):
@@ -21,45 +21,46 @@ class ParallelPlan(DraftPlan):
 
     trainer_class = ParallelTrainer
 
-    def masks(self, learns: bool) -> int:
-        """Return the masks of a row: the greatest number in training, one for each token in evaluation."""
-        return most_masks(self.batch.length, self._shares()) if learns else self.batch.length
-
-    def positions(self, rows: int, learns: bool = True) -> int:
-        """Return the greatest number of entries that learn."""
-        return super().positions(rows) + rows * self.masks(learns)
-
-    def trainer(self, step: TracedStep, **parts: Any) -> DistillTrainer:
-        """Return the run's trainer without data."""
+    def parts(self) -> dict[str, Any]:
+        """Return the attributes of the kind's trainer that its loss reads."""
+        parts = {"mask_token": 0, "_weights_K": torch.ones(self.config.parallel), "_mask_work": np.zeros(3)}
         if self.config.attn_implementation == "flex_attention":  # which takes no mask of all pairs
             parts["hidden_of"] = lambda model, input_ids, **_: last_hidden(model, input_ids=input_ids)
-        return super().trainer(step, mask_token=0, _weights_K=torch.ones(self.config.parallel), **parts)
+        return parts
 
-    def inputs(self, step: TracedStep, rows: int) -> dict[str, Any]:
+    def masks(self, learns: bool = True) -> int:
+        """Return the masks of a row: the greatest number in training, one for each token in evaluation."""
+        return most_masks(self.batch.length, self.shares) if learns else self.batch.length
+
+    def inputs(self, batch: BatchShape, learns: bool = True) -> dict[str, Any]:
         """Return a batch with the chains of its texts."""
-        masks, length, entries = self.masks(step.learns), self.batch.length, step.positions
-        if entries is None:
-            entries = rows * (length - 1 + masks)
+        masks, length, rows = self.masks(learns), batch.length, batch.rows
+        entries = rows * (length - 1 + masks)
         texts = entries * length // (length + masks)  # the positions that have these chains
-        inputs = self.batch.labelled(rows, positions=texts)
         zeros = partial(torch.zeros, dtype=torch.long)
-        packed = zeros(rows, length + masks) if self.batch.packed else None
+        packed = zeros(rows, length + masks) if batch.packed else None
         spans: Any = np.arange(entries) * texts // entries  # the loss reads these numbers
         chains = Chains(
             zeros(rows, masks), zeros(rows, masks), packed, zeros(entries), zeros(entries), spans, zeros(entries)
         )
-        return inputs | {"chains": chains}
+        return super().inputs(batch) | {"positions": [zeros(texts)], "chains": chains}
 
-    def _shares(self) -> np.ndarray:
+    def evaluated(self, inputs: dict[str, Any], model: nn.Module) -> Any:
+        """Run the loss of an evaluation, which takes as much as its replay."""
+        return self.trainer.summed_loss(model, inputs, LossPositions(inputs["positions"][0]))
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The shares of anchors that keep each mask."""
         config = self.config
         return kept_shares(config.parallel, config.parallel_retention, config.parallel_minimum)
 
-    def drafter_operations(self, setting: MemorySetting) -> float | None:
-        """Return the operations of a token and its masks; a mask costs as much as a token."""
-        token = super().drafter_operations(setting)
-        return None if token is None else token * (1.0 + float(self._shares().sum()))
+    @property
+    def repeats(self) -> float:
+        """The entries of the draft's forward for each token: a mask costs as much as a token."""
+        return 1.0 + float(self.shares.sum())
 
 
-def plan_of(config: DistillPlanConfig) -> DraftPlan:
+def plan_of(config: Any, machines: Machines) -> DraftPlan:
     """Return the plan of a distillation run, with masks for a parallel draft."""
-    return ParallelPlan(config) if config.parallel else DraftPlan(config)
+    return (ParallelPlan if config.parallel else DraftPlan)(config, machines)

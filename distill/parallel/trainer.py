@@ -200,10 +200,10 @@ class ParallelTrainer(DistillTrainer):
         """The tokens that the draft must not write, including the mask."""
         return sorted({*super().forbidden_tokens, self.mask_token})
 
-    def _work(self, positions: float, seen: float, tokens: float) -> float | None:
+    def work(self, positions: float, seen: float, tokens: float) -> float | None:
         """Return the operations of some steps, including those of the draft's masks."""
         (masks, seen_by_masks, learning), self._mask_work = self._mask_work, np.zeros(3)
-        work, (_, student) = super()._work(positions, seen, tokens), self._works
+        work, (_, student) = super().work(positions, seen, tokens), self.works
         return None if work is None or student is None else work + student.step(masks, seen_by_masks, learning)
 
 

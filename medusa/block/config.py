@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import InputError, at_least, at_most, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import Machines
 
 INITS = ("auto", "look_back", "last_layers", "random")
 SPECULATORS = ("DFlash", "DSpark", "DFlash2")
@@ -100,10 +99,3 @@ class BlockTrainingConfig(HeadsConfig):
             first = next((name for name in MADE if getattr(self, name) not in (None, [])), None)
             if first is not None:
                 raise InputError(f"{first}: expected none with heads, which have their own, found one")
-
-
-@dataclass
-class BlockPlanConfig(Machines, BlockTrainingConfig):
-    """Say whether a training run of a block drafter fits its GPUs and how long it takes."""
-
-    plan_class = "draftsmith.medusa.block.memory:BlockPlan"

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import HEADS, InputError, at_least, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import Machines
 
 INITS = ("auto", "last_layer", "random")
 SHAPE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -60,10 +59,3 @@ class EagleTrainingConfig(HeadsConfig):
         if self.heads is not None:
             return Defaults(rate=5e-4)
         return Defaults(rate=2e-3, muon_rate=1e-2) if self.shape["norm_before_residual"] else Defaults(rate=4e-3)
-
-
-@dataclass
-class EaglePlanConfig(Machines, EagleTrainingConfig):
-    """Say whether a training run of EAGLE-3 heads fits its GPUs and how long it takes."""
-
-    plan_class = "draftsmith.medusa.eagle.memory:EaglePlan"

@@ -25,7 +25,7 @@ class Eagle(HeadsKind):
         "trains EAGLE-3 heads on the target's features",
         "draftsmith.medusa.eagle",
         "draftsmith.medusa.eagle.config:EagleTrainingConfig",
-        "draftsmith.medusa.eagle.config:EaglePlanConfig",
+        "draftsmith.medusa.eagle.memory:EaglePlan",
         made=("draft_vocabulary", "layer_ids", "norm_", "fc_norm"),
     )
     grows_trees = True

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import HEADS, SHARE, InputError, at_least, more_than, one_of, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import Machines
 from draftsmith.train.options import LoraOptions
 
 BACKBONES = ("frozen", "lora", "full")
@@ -82,10 +81,3 @@ class MedusaTrainingConfig(HeadsConfig):
     def trains_target(self) -> bool:
         """Whether the target is trained too."""
         return self.joint
-
-
-@dataclass
-class MedusaPlanConfig(Machines, MedusaTrainingConfig):
-    """Say whether a training run of Medusa heads fits its GPUs and how long it takes."""
-
-    plan_class = "draftsmith.medusa.heads.memory:MedusaPlan"

@@ -27,7 +27,7 @@ class Medusa(HeadsKind):
         "trains Medusa or Hydra heads on the target's hidden states",
         "draftsmith.medusa",
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
-        "draftsmith.medusa.heads.config:MedusaPlanConfig",
+        "draftsmith.medusa.heads.memory:MedusaPlan",
         made=("draft_vocabulary",),
     )
     tree_key, tree_alone = "medusa_choices", True

@@ -35,6 +35,19 @@ from draftsmith.train.trainer import texts
 HEADS_WEIGHT = 0.2  # the weight of the heads' losses where the backbone is trained too
 
 
+def new_heads(config: MedusaTrainingConfig, target: PreTrainedModel, token_map: Tensor | None) -> MedusaHeads:
+    """Return float32 heads for a training run, which begin as copies of the target's own."""
+    return MedusaHeads.of_target(  # type: ignore[no-any-return]
+        target,
+        config.num_heads,
+        token_map=token_map,
+        num_hidden_layers=config.num_layers,
+        original_lm_head=config.lm_heads == "shared",
+        hydra=config.hydra,
+        base_model_name_or_path=config.target,
+    ).float()
+
+
 class MedusaTrainer(HeadsTrainer):
     """The trainer that minimises Σ_i decay^i · objective of head i on completions, against the target or their text."""
 
@@ -64,8 +77,6 @@ class MedusaTrainer(HeadsTrainer):
             self.embed.to(self.args.device)
         if config.joint:
             model.thaw()
-            # Count the backbone's training too, now that it is thawed.
-            self._works = self._works[0], self.trained_work()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse kinds of sharding that joint training does not support."""

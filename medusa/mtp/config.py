@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from draftsmith.decode.errors import HEADS, InputError, at_least, require
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
-from draftsmith.train.memory.setting import Machines
 
 
 @dataclass
@@ -52,10 +51,3 @@ class MtpTrainingConfig(HeadsConfig):
         if layers > 1 and self.num_steps not in (None, layers):
             raise InputError(f"num_steps: expected none with {layers} layers, one step each, found {self.num_steps}")
         return layers if layers > 1 else self.num_steps or 4
-
-
-@dataclass
-class MtpPlanConfig(Machines, MtpTrainingConfig):
-    """Say whether a training run of MTP layers fits its GPUs and how long it takes."""
-
-    plan_class = "draftsmith.medusa.mtp.memory:MtpPlan"

@@ -28,7 +28,7 @@ class Mtp(DrafterKind):
         "trains the MTP layers that a target ships with, or new ones",
         "draftsmith.medusa.mtp",
         "draftsmith.medusa.mtp.config:MtpTrainingConfig",
-        "draftsmith.medusa.mtp.config:MtpPlanConfig",
+        "draftsmith.medusa.mtp.memory:MtpPlan",
         made=("num_layers",),
     )
     formats = launched = verifiable = ("target",)

@@ -19,6 +19,7 @@ from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.kinds.parts import Part, Side, load_side
 from draftsmith.train.kinds.quantities import count_of
+from draftsmith.train.memory.machines import Machines
 from draftsmith.train.models import DTYPES, check_head
 
 # The names that safetensors has for dtypes of arithmetic; all others are quantised.
@@ -111,18 +112,17 @@ def check_run(run: str, target: str) -> Finding:
     kind, file = run_of(run)
     try:
         plan = planned(kind.name, file, target)
-        plan.drafter(plan.setting)
     except InputError as error:
         return Finding.of(error, f"{kind.name} run")
-    return Finding("ok", f"{kind.name} run", "; ".join(plan.notes()) or kind.title)
+    return Finding("ok", f"{kind.name} run", f"{kind.title}, {plan.trained:,} trained parameters")
 
 
 def planned(kind: str, file: str, target: str) -> Any:
     """Return the memory plan of a training run of such drafters, or raise an InputError as the run does."""
-    flags = ["--config", file, "--target", target, "--sequence_length", "2", "--gpus", "8"]
-    # The training may run on another machine; without this, bf16 would require a GPU here.
-    flags += ["--training.use_cpu", "true"]
-    return parse_config(recipe_of(kind).plan_class(), flags, prog="draftsmith doctor").memory_plan()
+    # The training may run on another machine; on a CPU, bf16 does not require a GPU here.
+    flags = ["--config", file, "--target", target, "--max_length", "2", "--training.use_cpu", "true"]
+    recipe = recipe_of(kind)
+    return recipe.memory_plan(parse_config(recipe.config_class(), flags, prog="draftsmith doctor"), Machines(gpus=8))
 
 
 def _dtype(parts: Sequence[Part], dtype: str) -> Finding:

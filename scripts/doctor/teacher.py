@@ -38,7 +38,7 @@ def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
             served = teacher.served
             assert served is not None
             plans = [planned(kind.name, file, config.target) for kind, file in map(run_of, config.run)]
-            for layer_ids in [plan.layer_ids() for plan in plans] or [()]:
+            for layer_ids in [plan.layer_ids for plan in plans] or [()]:
                 require_served(served, urls[0], target.model.config, layer_ids)
             depths, quantized = ", ".join(map(str, served.layer_ids)), served.quantization or "not quantised"
             text = f"{', '.join(urls)}: {served.model} in {served.dtype}, {quantized}, by vLLM {served.vllm}"

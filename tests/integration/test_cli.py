@@ -29,7 +29,7 @@ for arguments in [["--help"], *([name, "--help"] for name in cli.summaries())]:
     assert "usage: draftsmith" in text.getvalue(), arguments
     heavy = {"torch", "transformers", "datasets", "scipy", "matplotlib"} & set(sys.modules)
     assert not heavy, (arguments, heavy)
-    if arguments[0] in ("prepare", "distill", "plan"):
+    if arguments[0] in ("prepare", "distill"):
         assert "The deployment's top-k" in text.getvalue() or "k most likely" in text.getvalue(), arguments
     if arguments[0] == "distill":
         assert "--processes N" in text.getvalue() and "--help training" in text.getvalue()

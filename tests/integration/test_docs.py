@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from draftsmith.distill.__main__ import main as distill
 from draftsmith.scripts import cli
+from draftsmith.scripts.plan import planned_run
 from draftsmith.train.cli import FILE_ONLY, parse_config
 
 SHELL_ONLY = ("cat", "cd", "export", "mkdir", "pip", "source")
@@ -40,6 +41,9 @@ def config_class(name: str, *argv: str) -> type[Any]:
 def check_fields(name: str, argv: list[str]) -> None:
     """Parse flags as the command does. A placeholder for a config file is left out."""
     if "--config" in argv and argv[argv.index("--config") + 1] == "FILE.yaml":
+        return
+    if name == "plan":
+        planned_run(argv)
         return
     cls = config_class(name, *argv)
     if any(field.name == "training" for field in fields(cls)):

@@ -437,19 +437,19 @@ def test_positions_of_heads_count(plain, saved, capsys):
 @pytest.mark.parametrize(
     ("kind", "fields", "symbol", "words"),
     [
-        ("medusa", {}, "✓", "4 heads, own language-model heads"),
-        ("medusa", {"heads": "SAVED"}, "✓", "2 heads, "),
-        ("eagle", {}, "✓", "4 steps of one layer"),
-        ("eagle", {"heads": "SAVED"}, "✓", "4 steps of one layer"),
-        ("eagle", {"target": "other"}, "✓", "4 steps of one layer"),
+        ("medusa", {}, "✓", "Medusa heads, "),
+        ("medusa", {"heads": "SAVED"}, "✓", "Medusa heads, "),
+        ("eagle", {}, "✓", "EAGLE-3 heads, "),
+        ("eagle", {"heads": "SAVED"}, "✓", "EAGLE-3 heads, "),
+        ("eagle", {"target": "other"}, "✓", "EAGLE-3 heads, "),
         ("eagle", {"layer_ids": [3]}, "✗", "layer_ids: expected ascending depths between 1 and the target's 2 layers"),
         ("eagle", {"draft_vocabulary": 301}, "✗", "draft_vocabulary: expected at most 300, found 301"),
         ("eagle", {"num_steps": 0}, "✗", "num_steps: expected at least 1, found 0"),
-        ("block", {}, "✓", "1 layers"),
+        ("block", {}, "✓", "block drafter, "),
         ("block", {"layer_ids": [2]}, "✗", "target_layer_ids: expected ascending depths between 1 and the target's 2"),
         ("block", {"mask_token": 300}, "✗", "mask_token_id: expected a token below 300"),
         ("draft", {"init": {"layers": 1}}, "✓", ""),
-        ("mtp", {}, "✓", "begun as the target's last layer"),
+        ("mtp", {}, "✓", "MTP layers, "),
     ],
 )
 def test_a_training_run_is_checked_as_it_would_begin(kind, fields, symbol, words, plain, saved, tmp_path, capsys):

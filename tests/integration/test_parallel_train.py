@@ -12,11 +12,9 @@ from torch import Tensor
 
 from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
-from draftsmith.distill.config import DistillPlanConfig, DraftInit
-from draftsmith.distill.parallel.chains import kept_shares, most_masks
+from draftsmith.distill.config import DraftInit
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.train import launch
-from draftsmith.train.cli import parse_config
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.models import load_model
 from draftsmith.train.options import LoraOptions
@@ -228,26 +226,12 @@ def test_on_policy_text_has_masks_too_and_never_the_mask(pipeline, tmp_path, mon
 def test_the_arithmetic_of_masks_is_the_drafts_alone(pipeline, tmp_path, monkeypatch):
     trainer = built(parallel(pipeline, tmp_path), monkeypatch)
     chains = a_step(trainer)["chains"]
-    target, draft = trainer._works
+    target, draft = trainer.works
     masks, seen, learning = chains.work
     assert learning <= masks < seen
     expected = target.forward(100, 1000, 50) + draft.step(100 + masks, 1000 + seen, 50 + learning)
-    assert trainer._work(100, 1000, 50) == pytest.approx(expected)
-    assert trainer._work(100, 1000, 50) < expected  # counted once
-
-
-def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
-    """Beside a plain draft's: activations of twice the entries, and under sdpa the square of their number a row."""
-    argv = ["--config", "configs/distill/tiny-parallel.yaml", "--max_length", "512", "--training.use_cpu", "true"]
-    held = {}
-    kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--config", "{attn_implementation: flex_attention}"]}
-    for name, options in kinds.items():
-        plan = parse_config(DistillPlanConfig, [*argv, *options]).memory_plan()
-        held[name] = plan.step_bytes(plan.setting).after_loss(16)
-    assert plan.masks(learns=True) == most_masks(512, kept_shares(4, 0.5, 0.05))
-    entries = 512 + plan.masks(learns=True)
-    assert 1.5 * held["plain"] < held["flex"] < held["sdpa"]
-    assert held["sdpa"] - held["flex"] >= 16 * 4 * entries**2  # in float32
+    assert trainer.work(100, 1000, 50) == pytest.approx(expected)
+    assert trainer.work(100, 1000, 50) < expected  # counted once
 
 
 @pytest.mark.parametrize(

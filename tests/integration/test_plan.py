@@ -1,375 +1,204 @@
-"""The plan against what PyTorch allocates on a CPU: activations, the loss, and what a plan says."""
+"""What a plan says: what is held, hours, the verdict, and what it refuses."""
 
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_llama
 from listening import listened
-from rich.console import Console
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-)
 
-from draftsmith.decode.cache.kernels import CudaKernels
-from draftsmith.decode.errors import InputError
-from draftsmith.distill.config import DistillPlanConfig
-from draftsmith.distill.memory import DraftPlan
-from draftsmith.scripts.plan import command
-from draftsmith.train.cli import flags_of, parse_config, run
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.memory.activations import (
-    Activations,
-    BatchShape,
-    LiveBytes,
-    shadow,
-    text_loss,
-    trace_cache,
-    trace_forward,
-    trace_loss,
-    trace_step,
-)
-from draftsmith.train.memory.setting import GIB
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.scripts import cli, plan
+from draftsmith.train.cli import flags_of
+from draftsmith.train.job.flops import Work
+from draftsmith.train.memory.machines import GIB, RESERVE
 from draftsmith.train.memory.states import Weights
-from draftsmith.train.memory.training import TracedStep
 from draftsmith.train.runs import save_model
 
-CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
-ROWS, LENGTH = 4, 128
-DEEP, SHALLOW = (
-    LlamaConfig(
-        vocab_size=4096, hidden_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=688, bos_token_id=None, eos_token_id=None,
-    )
-    for layers in (4, 2)
-)  # fmt: skip
-
-
-def faked(shape: LlamaConfig) -> tuple[FakeTensorMode, LlamaForCausalLM]:
-    mode = FakeTensorMode()
-    with mode:
-        model = LlamaForCausalLM(shape)
-    return mode, model
-
-
-def traced(mode: FakeTensorMode, model: PreTrainedModel, precision: str, checkpointing: bool = False) -> Activations:
-    batch = BatchShape(LENGTH, ROWS)
-    return trace_step(mode, model, batch, text_loss(model, batch, precision), checkpointing)
+ROOT = Path(__file__).parents[2]
+SHAPES = ROOT / "tests" / "golden" / "configs"
+ROWS, LENGTH, VOCAB = 4, 64, 300
+PAIRS = {
+    "qwen3-8b-to-0.6b": "qwen3-0.6b",
+    "qwen3-8b-to-0.6b-parallel": "qwen3-0.6b",
+    "llama-3.1-8b-to-1b": "llama-3.2-1b",
+    "pythia-6.9b-to-160m": "pythia-160m",
+    "gpt2-to-distilgpt2": "distilgpt2",
+}
+LARGE = [path for path in sorted((ROOT / "configs").glob("*/*-*.yaml")) if "plan " in path.read_text()]
 
 
 @pytest.fixture(scope="module")
-def fake():
-    return faked(SHALLOW)
-
-
-def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
-    """What autograd saves in a forward, each storage once, the weights and the batch left out.
-
-    In groups of query heads, without a mask, CUDA has a kernel for half precision alone: float32 falls to math.
-    """
-    if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor keeps its address from being used again
-        return tensor
-
-    inputs = BatchShape(LENGTH, ROWS).inputs(ROWS)
-    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with saving, torch.autocast("cpu", enabled=amp), CudaKernels() as kernels:
-        hidden = last_hidden(model.train(), **inputs)
-    assert hidden.requires_grad and set(kernels.chosen) == {"flash" if amp else "math"}
-    ours = {t.untyped_storage().data_ptr() for t in inputs.values()}
-    return sum(size for address, (size, _) in saved.items() if address not in ours)
-
-
-@pytest.mark.parametrize(("amp", "checkpointing"), [(False, False), (True, True)])
-def test_activations_are_what_autograd_saves(amp, checkpointing):
-    planned = traced(*faked(DEEP), "autocast" if amp else "float32", checkpointing)
-    saved = really_saved(LlamaForCausalLM(DEEP), amp, checkpointing)
-    kept = planned.after_loss(ROWS)
-    # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
-    assert saved <= kept <= saved + (0.06 if checkpointing else 0.001) * saved
-    assert kept > 2**21
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("amp", [False, True])
-def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
-    mode, shape = fake
-    precision = "autocast" if amp else "float32"
-    planned = traced(mode, shape, precision, checkpointing)
-    model = LlamaForCausalLM(SHALLOW).train()
-    if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with LiveBytes() as live:
-        inputs = BatchShape(LENGTH, ROWS).labelled(ROWS)
-        positions = LossPositions(inputs.pop("positions")[0])
-        with torch.autocast("cpu", enabled=amp):
-            whole = last_hidden(model, **inputs)
-            hidden = positions.take(whole)
-            in_loss = live.now
-            total = hidden.sum()
-            del hidden, whole, positions, inputs
-        kept = live.now
-        live.restart()
-        total.backward()
-    assert (planned.in_loss(ROWS), planned.after_loss(ROWS)) == (in_loss, pytest.approx(kept, abs=8))
-    # The gradient of a sum is one number, and not as many as there are hidden states.
-    states = ROWS * (LENGTH - 1) * 256 * 4
-    assert live.peak - 8 <= planned.backward(ROWS) <= live.peak + states + 8
-
-
-def test_a_forward_without_gradients_is_what_it_allocates(fake):
-    planned = trace_forward(*fake, BatchShape(LENGTH, ROWS), "float32")
-    model, inputs = LlamaForCausalLM(SHALLOW).eval(), BatchShape(LENGTH, ROWS).inputs(ROWS)
-    with LiveBytes() as live, torch.no_grad():
-        last_hidden(model, **inputs)
-    assert planned(ROWS) == live.peak
-    cache = trace_cache(*fake, BatchShape(LENGTH, ROWS), "float32")
-    assert cache(ROWS) == pytest.approx(2 * 2 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mixture_of_experts_takes_what_it_allocates_in_either_dtype(dtype):
-    """The product of experts has shapes without data in bfloat16 alone."""
-    config = MixtralConfig(
-        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=96, num_local_experts=4, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    mode = FakeTensorMode()
-    with mode:
-        shape = MixtralForCausalLM._from_config(config, dtype=dtype)
-    planned = trace_forward(mode, shape, BatchShape(LENGTH, ROWS), "float32")
-    model, inputs = MixtralForCausalLM._from_config(config, dtype=dtype).eval(), BatchShape(LENGTH, ROWS).inputs(ROWS)
-    with LiveBytes() as live, torch.no_grad():
-        last_hidden(model, **inputs)
-    assert planned(ROWS) == live.peak
-    step = traced(mode, shape, "float32")
-    assert step.backward(ROWS) > step.after_loss(ROWS) > planned(ROWS)
-
-
-def test_a_layer_in_half_precision_is_that_of_the_formula():
-    """Korthikanti et al. 2022, section 4.1: 34·s·b·h less two dropout masks of s·b·h, without 5·a·s²·b."""
-    h, kept = 256, []
-    for layers in (1, 2):
-        mode = FakeTensorMode()
-        with mode:
-            config = GPT2Config(
-                vocab_size=512, n_embd=h, n_layer=layers, n_head=4, n_positions=LENGTH, activation_function="gelu",
-                attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-            )  # fmt: skip
-            model = GPT2LMHeadModel(config)
-        shadow(mode, model, half=True)
-        kept.append(traced(mode, model, "half").after_loss(ROWS))
-    found = (kept[1] - kept[0]) / (ROWS * LENGTH * h)
-    # Moments of the norms, and the log of the sums that attention keeps.
-    assert 32 <= found <= 32.5
-
-
-@pytest.fixture(scope="module")
-def pair(pipeline, tokenizer, tmp_path_factory):
-    """Models with a few MB of activations, saved."""
+def pair(tokenizer, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("plan")
-    for name, seed, layers, hidden in (("target", 0, 2, 192), ("draft", 1, 1, 128)):
+    for name, seed, layers, hidden in (("target", 0, 4, 128), ("draft", 1, 1, 64)):
         model = tiny_llama(seed, len(tokenizer), layers=layers, hidden=hidden)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         save_model(model, tokenizer, root / name)
     return root
 
 
-def flags(pair: Path, **options: object) -> list[str]:
-    values = {"target": pair / "target", "draft": pair / "draft", "completions": "[c]", "sequence_length": LENGTH}
-    values |= {"training.output_dir": pair / "out", "training.per_device_train_batch_size": ROWS}
-    return flags_of(values | options)
+def argv(pair: Path, recipe: str, **options: object) -> list[str]:
+    values = {"target": pair / "target", "completions": "[c]", "max_length": LENGTH, "loss_chunk": 2**14}
+    values |= {"draft": pair / "draft"} if recipe == "distill" else {}
+    values |= {"training.output_dir": pair / "out", "training.per_device_train_batch_size": ROWS} | options
+    return [recipe, *flags_of(values)]
 
 
-def planned(pair: Path, **options: object) -> DraftPlan:
-    argv = [*flags(pair, **options), "--training.use_cpu", "true"]
-    return parse_config(DistillPlanConfig, argv).memory_plan()
+def planned(pair: Path, recipe: str, **options: object):
+    command, config, machines = plan.planned_run(argv(pair, recipe, **options))
+    return command.memory_plan(config, machines)
 
 
-@pytest.mark.parametrize(
-    ("name", "cached"),
-    [
-        ("forward_kl", False),
-        ("tvd", False),
-        ("cross_entropy", False),
-        ("lk_hybrid", False),
-        ("forward_kl", True),
-        ("lk_hybrid", True),
-    ],
-)
-def test_the_loss_is_what_it_allocates(pair, name, cached):
-    """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
-    plan = planned(pair, divergence=name, **({"teacher_cache": "[c]", "prompt_loss": False} if cached else {}))
-    tokens = plan.vocabulary(plan.setting)
-    plan.sizes, plan.positions = ChunkSizes(40 * tokens, 5 * tokens), lambda rows, learns: 50 * rows
-    reckoned = plan.loss_bytes(plan.setting, 4)
-    # The same code on real tensors, all five chunks of it.
-    draft, target = (tiny_llama(seed, tokens, layers=1, hidden=size) for seed, size in ((1, 128), (0, 192)))
-    open_forward(draft.requires_grad_(True), draft.get_output_embeddings())
-    plan.drafter, plan.target, plan.mode = lambda _: draft, lambda _: target, nullcontext()
-    step = TracedStep(plan.setting.traced, positions=200)
-    plan._trainers(step)
-    assert reckoned == pytest.approx(trace_loss(plan.mode, draft, partial(plan.loss, step)), rel=0.01)
-
-
-def test_a_loss_over_a_cut_vocabulary_holds_a_copy_of_the_teachers_rows(pair):
-    """Not one that looks at the other tokens, too."""
-    copied = []
-    for name in ("forward_kl", "lk_hybrid"):
-        plan = planned(pair, divergence=name, **{"init.draft_vocabulary": 100})
-        copied.append(plan.held(plan.setting)["target: the head of the tokens that are drafted"])
-    assert copied == [100 * plan.target_shape.hidden_size * 4, 0.0]
-
-
-@pytest.fixture(scope="module")
-def plan(pair) -> DraftPlan:
-    """Of two GPUs; what is traced for one test serves the others."""
-    return planned(pair, gpus=2, loss_chunk=2**14, **{"training.gradient_accumulation_steps": 3})
-
-
-def test_the_verdict_is_the_exit_code(pair, plan, capsys):
-    needed = plan.total(plan.setting) / GIB + plan.config.reserve
-    options = {"gpu_memory": needed - 1e-3, "gpus": 2, "loss_chunk": 2**14, "training.gradient_accumulation_steps": 3}
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_verdict_is_the_exit_code(pair, capsys, fits):
+    found = planned(pair, "distill", gpus=2)
+    memory = (found.total + RESERVE) / GIB + (1e-6 if fits else -1e-6)
+    options = {"gpus": 2, "gpu_memory": memory, "training.gradient_accumulation_steps": 3}
     with listened() as heard:
-        assert run(lambda: command.main(flags(pair, **options))) == command.DOES_NOT_FIT
+        assert cli.main(["plan", *argv(pair, "distill", **options)]) == (0 if fits else plan.DOES_NOT_FIT)
     heard.require("plan")
     out = capsys.readouterr().out
     assert f"4 rows × 3 accumulated × 2 GPUs = 24 samples, at most {24 * LENGTH:,} tokens" in out
-    assert "k = 32: 200 bytes per completion token" in out
-    assert "does not fit; the largest micro batch that does" in out and "→" in out
+    assert ("does not fit" in out) == ("activation_checkpointing" in out) == (not fits)
 
 
-def test_a_run_that_fits_gets_no_advice(plan, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "capacity", plan.total(plan.setting))
-    assert command.report(plan, Console())
-    out = capsys.readouterr().out
-    assert f"fits; the largest micro batch that does: {ROWS} rows" in out and "→" not in out
-    over = replace(plan.setting, rows=ROWS + 1)
-    assert plan.total(over) > plan.capacity
-
-
-def test_each_change_that_is_proposed_makes_it_fit(plan, monkeypatch):
-    monkeypatch.setattr(plan, "capacity", plan.total(plan.setting) - 1e-3 * GIB)
-    changes = list(plan.changes())
-    expected = {"training.bf16 true", "target_dtype bfloat16", "strategy zero3"}
-    assert expected <= {name for name, _ in changes}
-    assert all(plan.fits(change) and change != plan.setting for _, change in changes)
-
-
-def test_where_no_change_is_enough_several_are(plan, monkeypatch):
-    monkeypatch.setattr(plan, "capacity", 0.003 * GIB)
-    ((names, change),) = plan.changes()
-    assert names.count(",") >= 1 and plan.fits(change)
-
-
-def test_nothing_helps_a_pair_that_is_too_large(plan, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "capacity", 0.0001 * GIB)
-    assert not command.report(plan, Console())
-    out = capsys.readouterr().out
-    assert "not even one row" in out and "no change of this plan's makes it fit" in out
-
-
-def test_a_carved_draft_a_cache_and_adapters_are_planned(pair, tmp_path):
-    plain = planned(pair)
-    carved = planned(pair, draft="null", **{"init.layers": 1})
-    shape = carved.drafter(carved.setting).config
-    assert (shape.num_hidden_layers, shape.hidden_size) == (1, 192)
-    narrow = planned(pair, draft="null", **{"init.layers": 2, "init.hidden_size": 64, "init.attention_heads": 2})
-    assert narrow.drafter(narrow.setting).config.hidden_size == 64
-    random = planned(pair, draft="null", **{"init.config": '{"num_hidden_layers": 1, "intermediate_size": 32}'})
-    assert random.drafter(random.setting).config.intermediate_size == 32
-
-    cached = planned(pair, teacher_cache="[laws]")
-    held = cached.held(cached.setting)
-    assert not any(name.startswith("target") for name in held)
-    assert cached.total(cached.setting) < plain.total(plain.setting)
-
+def test_a_target_is_held_where_it_is(pair, tmp_path):
     sizes = []
     for options in ({}, {"target_sharded": True}, {"target_quantization": "4bit"}, {"target_device": "cuda:1"}):
-        other = planned(pair, gpus=8, **options)
-        sizes.append(sum(size for name, size in other.held(other.setting).items() if name.startswith("target")))
-        assert (other.target_forward(other.setting) == {}) == ("target_device" in options)
-    assert sizes[0] > sizes[2] > sizes[3] > 0 and len(set(sizes)) == 4
-    served = planned(pair, gpus=8, teacher="vllm:http://a:1")
-    assert served.held(served.setting) == other.held(other.setting)
-    assert "states from servers: 768 bytes a token, after layers 2 (the last), in float32" in served.facts()
-    assert served.remarks() == ["of the target, on servers, the head alone is counted"]
+        found = planned(pair, "distill", gpus=8, **options)
+        sizes.append(sum(size for name, size in found.held.items() if name.startswith("target")))
+        assert ("teacher" in found.moments) == ("target_device" not in options)
+    assert sizes[0] > sizes[1] > sizes[3] and sizes[0] > sizes[2] > sizes[3] == VOCAB * 128 * 4
     (tmp_path / "manifest.json").write_text('{"schema": "draftsmith.features/2"}')
-    states = planned(pair, gpus=8, teacher_cache=f"[{tmp_path}]")
-    assert states.held(states.setting) == other.held(other.setting)
-    assert states.remarks() == ["of the target, in a cache, the head alone is counted"]
+    for options in ({"teacher": "vllm:http://a:1"}, {"teacher_cache": f"[{tmp_path}]"}):
+        states = planned(pair, "distill", gpus=8, **options)
+        assert states.held == found.held and "teacher" not in states.moments
+    laws = planned(pair, "distill", teacher_cache="[laws]", prompt_loss=False)
+    assert not any(name.startswith("target") for name in laws.held) and laws.total < states.total
 
-    lora = planned(pair, **{"init.lora.r": 4})
-    draft = lora.drafter(lora.setting)
-    numbers = Weights.of(draft)
-    adapters = [p for n, p in draft.named_parameters() if "lora_" in n]
-    assert numbers.trained == sum(p.numel() for p in adapters) < 0.2 * numbers.all
-    assert lora.total(lora.setting) < plain.total(plain.setting)
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "ends"), [("medusa", {}, 1), ("medusa", {"hydra": True}, 2), ("eagle", {}, 2)]
+)
+def test_a_cache_leaves_the_head_of_the_target_and_embeddings_if_heads_see_them(pair, recipe, options, ends):
+    live, cached = planned(pair, recipe, **options), planned(pair, recipe, teacher_cache="[features]", **options)
+    assert cached.held[f"target: {'embeddings and ' * (ends > 1)}head"] == ends * VOCAB * 128 * 4
+    assert cached.total < live.total and cached.hours < live.hours
+    served = planned(pair, recipe, teacher="vllm:http://a:1", **options)
+    assert served.held == cached.held
+    layers = "1, 2, 3, 4 (the last)" if recipe == "eagle" else "4 (the last)"
+    assert plan.outlook(served)[0].endswith(f"bytes a token, after layers {layers}, in float32")
+
+
+def test_initial_drafts_are_made_without_data(pair):
+    plain = planned(pair, "distill")
+    for init, name, value in (
+        ({"init.layers": 1}, "num_hidden_layers", 1),
+        ({"init.layers": 2, "init.hidden_size": 64, "init.attention_heads": 2}, "hidden_size", 64),
+        ({"init.config": '{"num_hidden_layers": 1, "intermediate_size": 32}'}, "intermediate_size", 32),
+    ):
+        assert getattr(planned(pair, "distill", draft="null", **init).drafter.config, name) == value
+    lora = planned(pair, "distill", **{"init.lora.r": 4})
+    adapters = [p for n, p in lora.drafter.named_parameters() if "lora_" in n]
+    numbers = Weights.of(lora.drafter)
+    assert numbers.trained == sum(p.numel() for p in adapters) < 0.2 * numbers.all and lora.total < plain.total
+
+
+def test_a_padded_vocabulary_is_counted(pair):
+    """The draft's 50304 rows become the target's 50432."""
+    options = {"target": SHAPES / "pythia-6.9b.json", "draft": SHAPES / "pythia-160m.json"}
+    plans = [planned(pair, "distill", **options, **{"init.pad_vocabulary": value}) for value in (True, False)]
+    padded, plain = (found.drafter.num_parameters() for found in plans)
+    assert padded - plain == 2 * 128 * 768
+
+
+def test_masks_take_twice_the_entries_and_under_sdpa_their_square(pair):
+    kinds = {"plain": {}, "sdpa": {"parallel": 4, "parallel_mask_token": 1}}
+    kinds["flex"] = kinds["sdpa"] | {"attn_implementation": "flex_attention"}
+    found = {name: planned(pair, "distill", **options) for name, options in kinds.items()}
+    forward = {name: each.moments["forward"] for name, each in found.items()}
+    assert 1.5 * forward["plain"] < forward["flex"] < forward["sdpa"]
+    assert found["plain"].hours < found["flex"].hours
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_spreading_a_draft_takes_less_of_each_gpu(pair, strategy):
     half = {"training.bf16": True, "gpus": 8}
-    whole, spread = planned(pair, **half), planned(pair, strategy=strategy, **half)
-    assert spread.setting.precision == "half" and whole.setting.precision == "autocast"
-    held = [sum(p.held(p.setting).values()) for p in (whole, spread)]
-    assert held[1] < held[0]
-    with pytest.raises(InputError, match=f"optimizer: expected trainer for a draft under {strategy}, found muon"):
-        planned(pair, strategy=strategy, optimizer="muon")
+    whole, spread = planned(pair, "distill", **half), planned(pair, "distill", strategy=strategy, **half)
+    assert (whole.precision, spread.precision) == ("autocast", "half")
+    assert sum(spread.held.values()) < sum(whole.held.values())
 
 
-def test_a_padded_vocabulary_is_counted(tmp_path):
-    """The draft's 50304 rows become the target's 50432."""
-    options = {"target": "EleutherAI/pythia-6.9b", "draft": "EleutherAI/pythia-160m"}
-    options |= {"target_config": CONFIGS / "pythia-6.9b.json", "draft_config": CONFIGS / "pythia-160m.json"}
-    plans = [planned(tmp_path, **options, **{"init.pad_vocabulary": value}) for value in (True, False)]
-    padded, plain = (plan.drafter(plan.setting).num_parameters() for plan in plans)
-    assert padded - plain == 2 * 128 * 768
+def test_adapters_train_little_and_all_of_a_backbone_much(pair):
+    found = {name: planned(pair, "medusa", backbone=name, num_heads=2) for name in ("frozen", "lora", "full")}
+    assert found["frozen"].total < found["lora"].total < found["full"].total
+    lora = found["lora"]
+    trained = [p for n, p in lora.target.named_parameters() if "lora_" in n] + list(lora.drafter.parameters())
+    assert lora.held["trained: gradients"] == 4 * sum(p.numel() for p in trained)
+    whole = 4.0 * sum(p.numel() for p in found["full"].target.parameters())
+    assert found["full"].held["the target as it was: weights in float32, whole"] == whole
+
+
+def test_heads_to_continue_from_are_planned_as_they_are(pair, tmp_path):
+    target = tiny_llama(0, VOCAB, layers=4, hidden=128)
+    EagleHeads.of_target(target, torch.arange(50), [1, 3]).save_pretrained(tmp_path)
+    found = planned(pair, "eagle", heads=tmp_path)
+    assert found.layer_ids == [1, 3] and found.drafter.config.draft_vocab_size == 50
+
+
+def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(pair):
+    machines = {"tokens": 1e9, "gpus": 4, "mfu": 0.5, "device": "A100"}
+    target = Work.of(tiny_llama(0, VOCAB, layers=4, hidden=128)).forward(1, LENGTH / 2, 1)
+    heads = 3 * 2 * (128 * 128 + 128 * VOCAB) * 3  # forward and backward of three heads
+    found = planned(pair, "medusa", **machines, num_heads=3, lm_heads="shared")
+    assert found.hours == pytest.approx(1e9 * (target + heads) / (0.5 * 312e12 * 4 * 3600))
+    eagle = [planned(pair, "eagle", **{"training.activation_checkpointing": value}).hours for value in (False, True)]
+    assert eagle[0] < eagle[1]
+    assert [plan.time_words(hours) for hours in (1234.5, 2, 1.9, 0.03)] == [
+        "1,234 hours", "2.0 hours", "114 minutes", "108 seconds",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", LARGE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_shipped_config_fits(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe, name = file.parent.name, file.stem
+    flags = ["--target", str(SHAPES / f"{name.partition('-to-')[0].removesuffix('-carved')}.json"), "--gpus", "8"]
+    flags += ["--draft", str(SHAPES / f"{PAIRS[name]}.json")] if name in PAIRS else []
+    flags += ["--teacher", "vllm:http://a:1"] if "27b" in name else []
+    command, config, machines = plan.planned_run([recipe, "--config", str(file), *flags])
+    found = command.memory_plan(config, machines)
+    assert found.fits
+    text, total = file.read_text().replace("\n# ", " "), (found.total + RESERVE) / GIB
+    assert recipe not in ("distill", "medusa") or f"{total:.0f} GiB of each" in text
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("recipe", "options", "said"),
     [
-        ({"sequence_length": 4096}, "sequence_length: expected at most the target's 512, found 4096"),
-        ({"gpus": 0}, "gpus: expected at least 1, found 0"),
-        ({"gpu_memory": 2}, "gpu_memory: expected more than the reserve of 3.0, found 2.0"),
-        ({"strategy": "zero4"}, "strategy"),
-        ({"target_dtype": "int4"}, "target_dtype: expected one of float32, "),
-        ({"training.optim": "galore_adamw"}, "training.optim: expected one of adamw_torch, "),
-        ({"target": "nobody/nothing"}, "--target_config"),
-        ({"draft": "nobody/nothing"}, "--draft_config"),
-        ({"draft_config": "nowhere.json"}, "draft_config: expected a config.json, found nothing at nowhere.json"),
+        ("distill", {"max_length": "null"}, "max_length: expected the tokens of a sample"),
+        ("distill", {"gpus": 0}, "gpus: expected at least 1, found 0"),
+        ("distill", {"gpu_memory": 2}, "gpu_memory: expected more than the reserve of 3.0, found 2.0"),
+        ("distill", {"gpu_memory": ".nan"}, "gpu_memory: expected a finite number, more than 0"),
+        ("distill", {"strategy": "zero4"}, "strategy"),
+        ("distill", {"device": "TPU"}, "device: expected one of B200"),
+        ("distill", {"mfu": 1.5}, "mfu: expected a share"),
+        ("distill", {"target_dtype": "int4"}, "target_dtype: expected one of "),
+        ("distill", {"training.optim": "galore_adamw"}, "training.optim: expected one of adamw_torch, "),
+        ("distill", {"target": "nobody/nothing"}, "target: expected a model directory"),
+        ("distill", {"draft": "nobody/nothing"}, "draft: expected a model directory"),
+        ("distill", {"strategy": "zero2", "optimizer": "muon"}, "optimizer: expected trainer for a draft under zero2"),
+        ("distill", {"target_sharded": True}, "target_sharded: expected more than one process, found one"),
+        ("medusa", {"draft_vocabulary": 301}, "draft_vocabulary: expected at most 300"),
+        ("eagle", {"layer_ids": "[2, 9]"}, "layer_ids: expected ascending depths between 1 and the target's 4 layers"),
+        ("eagle", {"heads": "nowhere"}, "EAGLE-3 heads: expected a model directory or a hub id"),
+        ("eagle", {"target": SHAPES / "gpt2.json"}, "target: expected a model whose decoder has its layers"),
+        ("export", {}, "plan: expected a command that trains (distill, medusa, eagle, block, mtp)"),
     ],
-)
-def test_bad_input_is_refused_in_one_line(pair, capsys, options, said):
-    assert run(lambda: command.main(flags(pair, **options))) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("error: ") and said in line
-
-
-def test_a_length_is_needed(pair, capsys):
-    argv = [flag for flag in flags(pair) if not flag.startswith("--sequence_length")]
-    assert run(lambda: command.main(argv)) == 2
-    assert "sequence_length: expected the tokens of a sample" in capsys.readouterr().err
+)  # fmt: skip
+def test_bad_input_is_refused_in_one_line(pair, capsys, recipe, options, said):
+    assert cli.main(["plan", *argv(pair, recipe, **options)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line

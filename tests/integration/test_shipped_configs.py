@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from draftsmith.distill import __main__ as command
-from draftsmith.distill.config import DistillConfig, DistillPlanConfig
+from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
+from draftsmith.scripts.plan import planned_run
 from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -74,15 +75,16 @@ def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
     zero2 = ["--training.deepspeed", str(CONFIGS / "deepspeed" / "zero2.json")]
     config = ["--config", str(distill_file("gpt2-to-distilgpt2"))]
     for role, shape in (("target", "gpt2"), ("draft", "distilgpt2")):
-        config += [f"--{role}_config", str(SHAPES / f"{shape}.json")]
+        config += [f"--{role}", str(SHAPES / f"{shape}.json")]
     environment = dict(os.environ)
     try:
-        planned = parse_config(DistillPlanConfig, [*config, *zero2, "--gpus", "8", *ON_CPU])
+        recipe, *run = planned_run(["distill", *config, *zero2, "--gpus", "8"])
+        plan = recipe.memory_plan(*run)
     finally:  # DeepSpeed's settings outlive the arguments that name them
         unset_hf_deepspeed_config()
         os.environ.clear()
         os.environ.update(environment)
-    assert planned.strategy == "zero2" and planned.memory_plan().setting.precision == "half"
+    assert (plan.strategy, plan.precision) == ("zero2", "half")
 
 
 def shrunken(name: str, vocab_size: int, layers: int):

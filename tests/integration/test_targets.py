@@ -104,14 +104,14 @@ def planned(place: Path, recipe: str, **fields: object) -> list[str]:
     config = {"target": str(place / "target"), "completions": ["none"], "target_dtype": "float32"} | fields
     file = place / f"{recipe}.json"
     file.write_text(json.dumps(config | {"training": {"output_dir": "out"}}))
-    return ["plan", "--recipe", recipe, "--config", str(file), *GPUS]
+    return ["plan", recipe, "--config", str(file), *GPUS]
 
 
 def prompted(place: Path) -> list[str]:
     return ["--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl")]
 
 
-GPUS = ["--gpus", "1", "--gpu-memory", "80", "--sequence_length", "16"]
+GPUS = ["--gpus", "1", "--gpu-memory", "80", "--max_length", "16"]
 WORK = {
     "prepare": lambda place: main(
         ["prepare", "--output", str(place / "written"), "--max_new_tokens", "3", *prompted(place)]

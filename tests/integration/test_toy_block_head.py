@@ -115,7 +115,7 @@ def test_every_command_takes_it(toy, pipeline, tmp_path, command, capsys):
 
 def test_its_run_is_planned(pipeline, capsys):
     target, completions = str(pipeline / "target"), json.dumps([str(pipeline / "long")])
-    flags = ["--recipe", "block", "--target", target, "--completions", completions, "--sequence_length", "64"]
+    flags = ["block", "--target", target, "--completions", completions, "--max_length", "64"]
     assert main(["plan", *flags, "--markov_rank", "0", "--gpus", "2"]) == 0
     assert "fits" in capsys.readouterr().out
 

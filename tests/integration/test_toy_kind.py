@@ -99,7 +99,7 @@ def test_every_command_takes_it(toy, pipeline, tmp_path, command, capsys):
 
 def test_its_run_is_planned(toy, pipeline, capsys):
     target, completions = str(pipeline / "target"), json.dumps([str(pipeline / "long")])
-    flags = ["--recipe", "toy", "--target", target, "--completions", completions, "--sequence_length", "64"]
+    flags = ["toy", "--target", target, "--completions", completions, "--max_length", "64"]
     assert main(["plan", *flags, "--gpus", "2"]) == 0
     assert "fits" in capsys.readouterr().out
 

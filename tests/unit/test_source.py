@@ -31,7 +31,6 @@ CEILING = ROOT / "tests" / "ceiling.json"
 FORMS = {
     "measure": [[], ["--server"]],
     "tune": [[], ["--reports"], ["--drafter", "hybrid:"]],
-    "plan": [["--recipe", name] for name, recipe in cli.recipes().items() if recipe.plan],
 }
 """The arguments that choose among a command's configs."""
 

@@ -31,7 +31,7 @@ class Recipe:
     package: str  # the module that `accelerate launch -m` starts
     config: str  # the dataclass of its fields, as "module:Class"
     plan: str | None = None
-    """The dataclass of the fields of its plan, a `train.memory.setting.Machines`, as "module:Class"."""
+    """The class of its plan, a `train.memory.plan.TrainingPlan`, as "module:Class"."""
     begun: str = "heads"  # the field that names the drafter from which a run continues
     made: tuple[str, ...] = ()
     """The fields that describe a new drafter, or prefixes of their names; omitted where a run continues."""
@@ -40,10 +40,10 @@ class Recipe:
         """Return the dataclass of its fields."""
         return _imported(self.config)
 
-    def plan_class(self) -> type[Any]:
-        """Return the dataclass of the fields of its plan."""
+    def memory_plan(self, config: Any, machines: Any) -> Any:
+        """Return the plan of a run on some machines."""
         assert self.plan is not None
-        return _imported(self.plan)
+        return _imported(self.plan)(config, machines)
 
 
 SMALL_VOCABULARY, MOST_DRAFTED = 16_384, 32_768

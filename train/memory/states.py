@@ -1,10 +1,11 @@
 """Weights, gradients and optimiser states: sums of tensor sizes, divided over GPUs as each strategy divides them.
 
-Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states. Those of a step are in `activations`.
+Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states. Those of a step are in `trace`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -12,7 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.memory.setting import Placement, Precision, Strategy
+from draftsmith.train.memory.machines import Strategy
+from draftsmith.train.memory.trace import Precision
+
+Placement = Literal["whole", "sharded", "8bit", "4bit", "elsewhere"]
+"""The place of a target on the GPUs that train the drafter."""
 
 # DeepSpeed's stage3_max_live_parameters: weights that ZeRO-3 keeps gathered, as long as they will be used again.
 LIVE_PARAMETERS = 10**9

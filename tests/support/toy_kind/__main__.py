@@ -7,8 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.launch import TrainingRun, launch
-from draftsmith.train.memory.setting import Machines
-from draftsmith.train.memory.training import TrainingPlan
+from draftsmith.train.memory.plan import TrainingPlan
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.trainer import RecipeTrainer, texts
@@ -20,18 +19,9 @@ class ToyConfig(RecipeConfig):
     defaults = Defaults(rate=0.1)
 
 
-@dataclass
-class ToyPlanConfig(Machines, ToyConfig):
-    plan_class = "toy_kind.__main__:ToyPlan"
-
-
-class ToyPlan(TrainingPlan):
-    def build(self, lm_heads: str) -> Table:
-        return Table(TableConfig(self.target_shape.get_text_config().vocab_size))
-
-
 class ToyTrainer(RecipeTrainer):
     bad_start_cause = "a table begins at random"
+    ends = ()
 
     def trained_work(self):
         return None
@@ -56,6 +46,13 @@ class ToyRun(TrainingRun[ToyConfig]):
     def make_trainer(self, model: Table) -> ToyTrainer:
         given = model, self.target, self.tokenizer, self.config, self.data, self.heldout
         return ToyTrainer(*given, compute_metrics=acceptance_metrics)
+
+
+class ToyPlan(TrainingPlan):
+    trainer_class = ToyTrainer
+
+    def build(self) -> Table:
+        return Table(TableConfig(self.target_shape.get_text_config().vocab_size))
 
 
 def main(argv=None) -> None:

@@ -9,7 +9,7 @@ from draftsmith.train.kinds.kind import DrafterKind, Recipe
 
 class Toy(DrafterKind):
     name, title = "toy", "toy table"
-    recipe = Recipe("toy", "a table", "toy_kind", "toy_kind.__main__:ToyConfig", "toy_kind.__main__:ToyPlanConfig")
+    recipe = Recipe("toy", "a table", "toy_kind", "toy_kind.__main__:ToyConfig", "toy_kind.__main__:ToyPlan")
     formats = ("own",)
     by_token = True
 

@@ -17,7 +17,7 @@ from draftsmith.train.losses.distributions import CachedDistributions, LiveDistr
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.memory.activations import LiveBytes
+from draftsmith.train.memory.trace import LiveBytes
 
 V, ROWS, LENGTH = 151_936, 8, 2048
 N = ROWS * (LENGTH - 1)

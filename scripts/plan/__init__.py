@@ -1,1 +1,0 @@
-"""`draftsmith plan`: a check whether a run fits its GPUs."""
