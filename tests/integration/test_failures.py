@@ -47,14 +47,11 @@ def arguments(pipeline, output, alone=False, **options) -> list[str]:
     ("faults", "code", "said"),
     [
         ({1: "broken"}, 1, "rank 1: Traceback (most recent call last):"),
-        ({0: "broken"}, 1, "rank 0: Traceback (most recent call last):"),
-        ({1: "memory"}, 2, f"rank 1: {MEMORY}"),
         ({0: "memory", 1: "memory"}, 2, MEMORY),
         ({1: "killed"}, 1, "error: rank 1 on"),
         ({0: "killed"}, 1, "error: rank 0 on"),
         ({0: "stuck", 1: "memory"}, 2, f"rank 1: {MEMORY}"),
         ({1: "nan"}, 2, "rank 1: error: loss: expected a finite number, found nan on rank 1 in step 2 on the samples "),
-        ({0: "inf"}, 2, "rank 0: error: gradient norm: expected a finite number, found nan in step 2 on the samples "),
         ({1: "interrupted"}, 130, "rank 1: interrupted: checkpoint-1 is kept in"),
     ],
 )
@@ -77,7 +74,7 @@ def test_a_rank_that_the_first_cannot_hear_speaks_for_itself(pipeline, tmp_path)
     assert found[1][1].rstrip().endswith("RuntimeError: no such luck")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_loss_that_is_none_ends_sharded_training_too(pipeline, tmp_path, strategy):
     found = ended(failing, arguments(pipeline, tmp_path / "out"), {1: "nan"}, strategy=strategy)
     assert [code for code, _ in found] == [2, 2]
@@ -164,21 +161,15 @@ from draftsmith.train.job import ranks
 def main():
     dist.init_process_group("gloo")
     ranks.watch("cpu")
-    if dist.get_rank() == 1 and sys.argv[1] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
-        raise MemoryError
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)  # as in a collective that nothing ends
 
 sys.exit(ranks.run_rank(main))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "code", "said"), [("killed", 1, "found it killed by SIGKILL"), ("memory", 2, "memory")]
-)
-def test_a_failure_on_one_machine_ends_the_job_on_the_others(tmp_path, fault, code, said):
+def test_a_failure_on_one_machine_ends_the_job_on_the_others(tmp_path):
     (tmp_path / "group.py").write_text(GROUP)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -186,16 +177,16 @@ def test_a_failure_on_one_machine_ends_the_job_on_the_others(tmp_path, fault, co
     nodes = []
     for machine in ("0", "1"):
         options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", machine, *meeting]
-        work = launcher(tmp_path / machine, *options, str(tmp_path / "group.py"), fault)
+        work = launcher(tmp_path / machine, *options, str(tmp_path / "group.py"))
         nodes.append(multiprocessing.get_context("fork").Process(target=work))
         nodes[-1].start()
     for node in nodes:
         node.join(SECONDS)
-    assert [node.exitcode for node in nodes] == [code, code]
+    assert [node.exitcode for node in nodes] == [1, 1]
     first, second = ((tmp_path / machine).read_text() for machine in ("0", "1"))
-    assert said in second and "rank 1" in second and second.count("\n") == 1
+    assert "found it killed by SIGKILL" in second and "rank 1" in second and second.count("\n") == 1
     # The first process cannot know whether a launcher is left there to tell of the kill.
-    assert not first or (fault == "killed" and first.startswith("error: rank 1 on ") and first.count("\n") == 1)
+    assert not first or (first.startswith("error: rank 1 on ") and first.count("\n") == 1)
 
 
 def test_a_file_that_accelerate_does_not_take_is_one_line(tmp_path):

@@ -65,43 +65,7 @@ def whole(pipeline, tmp_path_factory):
     return output
 
 
-class KilledAt(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def with_callback(callback: TrainerCallback):
-    real = DistillTrainer.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        self.add_callback(callback)
-
-    DistillTrainer.__init__ = init  # in a forked process only
-
-
-# Before there is a checkpoint, and within the second epoch.
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_run_killed_at_any_step_goes_on_as_if_it_had_not_been(pipeline, whole, tmp_path, step):
-    output = tmp_path / "draft"
-
-    def killed() -> None:
-        with_callback(KilledAt(step))
-        command.distill(configured(pipeline, output, **options(pipeline)))
-
-    assert forked(killed) == -signal.SIGKILL
-    last = last_checkpoint(str(output))
-    assert (last is None) == (step <= 2)
-    assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
-    assert losses(output) == losses(whole)  # to the bit
-    assert furthest(weights(output), weights(whole)) == 0.0
-
-
-@pytest.mark.parametrize("written", ["_save", "_save_rng_state", "_save_checkpoint"], ids=lambda name: name[1:])
+@pytest.mark.parametrize("written", ["_save_rng_state", "_save_checkpoint"], ids=lambda name: name[1:])
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(pipeline, whole, tmp_path, written):
     """Killed right after a part of the second checkpoint was written; the last part is all of it."""
     output = tmp_path / "draft"
@@ -120,14 +84,13 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(pipeline
     assert forked(killed) == -signal.SIGKILL
     assert Path(last_checkpoint(str(output))).name == f"checkpoint-{4 if written == '_save_checkpoint' else 2}"
     assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
-    assert losses(output) == losses(whole)
+    assert losses(output) == losses(whole)  # to the bit
     assert furthest(weights(output), weights(whole)) == 0.0
     assert not (output / ".checkpoint.partial").exists() and not (output / ".files.partial").exists()
 
 
-@pytest.mark.parametrize("limit", [20_000, 60_000])
-def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipeline, whole, tmp_path, limit):
-    """A limit on the size of a file stands in for the disk: the weights (or then the optimizer) do not fit."""
+def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipeline, whole, tmp_path):
+    """A limit on the size of a file stands in for the disk: the optimizer does not fit."""
     output, said = tmp_path / "draft", tmp_path / "said"
 
     def starved() -> None:
@@ -136,7 +99,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipel
         def save(self, *args, **kwargs):
             if self.state.global_step == 4:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
             try:
                 real(self, *args, **kwargs)
             finally:
@@ -242,8 +205,7 @@ def test_selection_on_the_loss_is_refused(pipeline, tmp_path):
         configured(pipeline, tmp_path / "out", patience=2)
 
 
-@pytest.mark.parametrize("train", ["distill", "medusa"])
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("train", "parts"), [("distill", 4), ("medusa", 1)])
 def test_the_host_waits_for_the_device_once_a_step(pipeline, tmp_path, monkeypatch, train, parts):
     """However many parts a step has. To collate is the host's own work, and so is what AdamW does on a CPU alone."""
     waits, collate, begin = Waits(), CompletionCollator.__call__, RecipeTrainer.__init__

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedModel
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.job.flops import DEVICES
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
@@ -89,6 +89,7 @@ class TrainingPlan(ABC):
     def __init__(self, config: Any, machines: Machines):
         if config.max_length is None:
             raise InputError("max_length: expected the tokens of a sample, found none")
+        one_of(("auto", *DTYPES)).check("target_dtype", config.target_dtype)
         if config.target_sharded and machines.gpus == 1:
             raise InputError("target_sharded: expected more than one process, found one")
         training = config.training
@@ -219,18 +220,20 @@ class TrainingPlan(ABC):
             hold_gradients(model)
             with LiveBytes() as live:
                 self.trainer.clock = clock = Phases(live)
-                inputs = self.inputs(self.batch)
-                positions = LossPositions(inputs["positions"][0])
-                self.trainer.summed_loss(InPrecision(model, self.precision), inputs, positions).backward()
+                self._summed_loss(self.inputs(self.batch)).backward()
                 clock.end("backward")
         peaks: dict[str, float] = {**clock.peaks}
         if self.placement in (None, "elsewhere"):
-            del peaks["teacher"]
+            peaks.pop("teacher", None)
         peaks["optimizer"] = step_bytes(self.optimizer, self.trained, self.strategy, self.machines.gpus)
         if self.eval_rows:
             kept = live.now  # such as a copy of the target's head that the first step makes
             peaks["evaluation"] = kept + self._evaluation()
         return {name: float(peaks[name]) for name in MOMENTS if name in peaks}
+
+    def _summed_loss(self, inputs: dict[str, Any]) -> Tensor:
+        positions = LossPositions(inputs["positions"][0])
+        return self.trainer.summed_loss(InPrecision(self.model, self.precision), inputs, positions)  # type: ignore[no-any-return]
 
     def _evaluation(self) -> float:
         with self.mode, torch.no_grad(), LiveBytes() as live:

@@ -44,7 +44,7 @@ def test_what_is_kept_is_what_autograd_saves(precision, kernel):
     assert hidden.requires_grad and set(kernels.chosen) == {kernel}
     size = sum(size for size, _ in saved.values())
     now, peak = kept(model, precision)
-    assert size <= now <= 1.02 * size and peak > now
+    assert size <= now <= 1.03 * size and peak > now
 
 
 def test_a_layer_in_half_precision_is_that_of_the_formula():
