@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from draftsmith.scripts.services.draft_protocol import MOST_BYTES, ProtocolError, Service, decode
 
@@ -27,29 +26,19 @@ class LineDown(RuntimeError):
     """A call without an answer; the message says why in one line."""
 
 
-@dataclass(frozen=True)
-class Address:
-    """The address of a service."""
-
-    host: str
-    port: int | None
-    secure: bool
-    path: str
-
-    @classmethod
-    def of(cls, url: str) -> "Address":
-        """Parse a URL such as http://127.0.0.1:8100; a ValueError for another one contains no secrets."""
-        expected = "DRAFT_ENDPOINT: expected a URL such as http://127.0.0.1:8100, found"
-        if any(sign in url for sign in "@?#"):
-            raise ValueError(f"{expected} one with a user name, password or query")
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:  # an invalid port
-            raise ValueError(f"{expected} {url!r}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ValueError(f"{expected} {url!r}" if url else f"{expected} none")
-        return cls(parts.hostname, port, parts.scheme == "https", parts.path.rstrip("/"))
+def checked_url(url: str) -> SplitResult:
+    """Parse a URL such as http://127.0.0.1:8100; a ValueError for another one contains no secrets."""
+    expected = "DRAFT_ENDPOINT: expected a URL such as http://127.0.0.1:8100, found"
+    if any(sign in url for sign in "@?#"):
+        raise ValueError(f"{expected} one with a user name, password or query")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an invalid port
+        usable = False
+    if not usable:
+        raise ValueError(f"{expected} {url!r}" if url else f"{expected} none")
+    return parts
 
 
 class DraftLine(threading.Thread):
@@ -59,7 +48,7 @@ class DraftLine(threading.Thread):
     service answers, and why not.
     """
 
-    def __init__(self, address: Address, timeout: float, key: str = "", log: logging.Logger | None = None):
+    def __init__(self, address: SplitResult, timeout: float, key: str = "", log: logging.Logger | None = None):
         super().__init__(name="draft-line", daemon=True)
         self._address, self.timeout, self._key = address, timeout, key
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -148,9 +137,9 @@ class DraftLine(threading.Thread):
     def _exchange_once(self, method: str, path: str, body: bytes | None) -> bytes:
         address = self._address
         if self._connection is None:
-            kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
-            self._connection = kind(address.host, address.port, timeout=max(self.timeout, 1.0))
-        self._connection.request(method, address.path + path, body, self._headers)
+            kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+            self._connection = kind(str(address.hostname), address.port, timeout=max(self.timeout, 1.0))
+        self._connection.request(method, address.path.rstrip("/") + path, body, self._headers)
         response = self._connection.getresponse()
         content = response.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
@@ -168,8 +157,7 @@ class DraftLine(threading.Thread):
 
     @property
     def _where(self) -> str:
-        port = "" if self._address.port is None else f":{self._address.port}"
-        return f"draft service {self._address.host}{port}"
+        return f"draft service {self._address.netloc}"
 
 
 class ThrottledLog:

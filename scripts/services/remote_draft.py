@@ -23,7 +23,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, ThrottledLog
+from draftsmith.scripts.services.draft_line import DraftLine, LineDown, ThrottledLog, checked_url
 from draftsmith.scripts.services.draft_protocol import (
     MOST_TOKENS,
     VERSION,
@@ -63,7 +63,7 @@ class RemoteDraft:
         try:
             self._draft_length = min(self._draft_length, _number(env, "MAX_DRAFT_TOKENS", self._draft_length))
             timeout = _number(env, "DRAFT_TIMEOUT_MS", TIMEOUT_MS) / 1000
-            address = Address.of(env.get("DRAFT_ENDPOINT", ""))
+            address = checked_url(env.get("DRAFT_ENDPOINT", ""))
             key = env.get("DRAFT_API_KEY", "").strip()
             if not (key.isascii() and key.isprintable()):  # the HTTP library's error would print it
                 raise ValueError("DRAFT_API_KEY: expected printable ASCII characters, found others")

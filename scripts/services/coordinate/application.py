@@ -19,7 +19,7 @@ from draftsmith.train.cli import parse_config
 class CoordinatorDeployment:
     """The only replica, because it knows all loads; Serve starts another if it dies.
 
-    It has its own server: Serve's proxy would limit neither headers nor idle connections.
+    It has its own server, without Serve's proxy, which would add calls between processes to each request.
     """
 
     async def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates]):  # type: ignore[misc]

@@ -27,7 +27,6 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.coordinate.relay import BROKEN, Outcome, Relay, RelayedAnswer, error_response, refusal
 from draftsmith.scripts.services.coordinate.request import (
     CHAT,
-    INVALID,
     TEXT,
     ApiError,
     CompletionRequest,
@@ -36,13 +35,12 @@ from draftsmith.scripts.services.coordinate.request import (
 )
 from draftsmith.scripts.services.coordinate.request_log import LogWriter, unstreamed_answer
 from draftsmith.scripts.services.coordinate.routing import UNKNOWN, Facts, Rates, Refusal, Router, Server
-from draftsmith.scripts.services.http_server import BodyError, BodyReader, bounded_server
+from draftsmith.scripts.services.http_server import BodyError, asgi_server, read_body
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure, api_key
 
 KEEP_ALIVE = 75  # seconds that an idle connection stays open after an answer
 MOST_HELD = 1024  # requests that are relayed at once; further ones are refused
 MOST_BODY = 4_000_000  # bytes of a request
-BODIES = 2**28  # bytes of requests' bodies that are read at once; further ones are refused
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 LOGGER = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Coordinator:
             for pair in config.pairs
             for url in pair.endpoints
         }
-        self._metrics, self._bodies = _Metrics(), BodyReader(MOST_BODY, BODIES)
+        self._metrics = _Metrics()
         self._log = None if config.log is None else LogWriter(config.log)
         self._writing = asyncio.Lock()  # one line after another
         self._checking: asyncio.Task[None] | None = None
@@ -82,7 +80,7 @@ class Coordinator:
         """Check all servers once, and again and again from now on; return the server to run."""
         await self._check_all()
         self._checking = asyncio.create_task(self._keep_checking())
-        return bounded_server(self.app(), KEEP_ALIVE, self.config.timeout)
+        return asgi_server(self.app(), KEEP_ALIVE, self.config.timeout)
 
     def acquire(self, facts: Facts, failed_urls: list[str]) -> Server | Refusal:
         """Choose a server for a request, which counts as in flight until `release`."""
@@ -117,12 +115,12 @@ class Coordinator:
         return Relay(completion, self, partial(self._write, self._log, completion, begun))
 
     async def _body(self, request: Request) -> bytes:
-        """Return a request's body; raise ApiError if it is too large, incomplete or late, or too many arrive."""
+        """Return a request's body; raise ApiError if it is too large, incomplete or late."""
         try:
             async with asyncio.timeout(self.config.timeout):
-                return await self._bodies.read(request)
+                return await read_body(request, MOST_BODY)
         except BodyError as error:
-            raise ApiError(error.status, str(error), "server_error" if error.status == 503 else INVALID) from None
+            raise ApiError(413, str(error)) from None
         except TimeoutError:
             seconds = f"{self.config.timeout:g} s"
             raise ApiError(408, f"body: expected all of it within {seconds}, found less") from None

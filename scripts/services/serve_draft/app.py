@@ -20,12 +20,11 @@ from draftsmith.scripts.services.draft_protocol import (
     decode,
     encode,
 )
-from draftsmith.scripts.services.http_server import LEFT, BodyError, BodyReader, client_gone
+from draftsmith.scripts.services.http_server import LEFT, BodyError, client_gone, read_body
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
 
 JSON = "application/json"
-MOST_READ = 32 * MOST_BYTES  # bytes of requests that are read at once
 TIMEOUT = 30.0  # seconds after which a request is answered with 504
 
 
@@ -36,7 +35,7 @@ class DraftApp:
         self, worker: Worker, service: Service, metrics: ServiceMetrics, key: str = "", timeout: float = TIMEOUT
     ):
         self._worker, self._service, self._metrics = worker, service, metrics
-        self._timeout, self._key, self._bodies = timeout, key, BodyReader(MOST_BYTES, MOST_READ)
+        self._timeout, self._key = timeout, key
         routes = [
             Route("/propose", self._propose, methods=["POST"]),
             Route("/health", self._health),
@@ -63,11 +62,11 @@ class DraftApp:
         if not self._allowed(http.headers.get("authorization", "")):
             return _refusal(401, "authorization: expected `Bearer` and this service's key, found neither")
         try:
-            request = decode(DraftRequest, await self._bodies.read(http))
+            request = decode(DraftRequest, await read_body(http, MOST_BYTES))
         except ProtocolError as error:
             return _refusal(400, str(error))
         except BodyError as error:
-            return _refusal(error.status, str(error))
+            return _refusal(413, str(error))
         if len(request.rows) > self._service.max_rows:
             return _refusal(400, f"rows: expected at most {self._service.max_rows}, found {len(request.rows)}")
         work = PendingDrafts(request)

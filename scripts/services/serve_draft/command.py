@@ -36,6 +36,7 @@ from draftsmith.train.models import load_draft, load_tokenizer
 
 KEEP_ALIVE = 120  # seconds that an idle connection stays open: a decoder without requests sends nothing
 STORE_BYTES = 1 << 27  # of learnt texts, if the drafter was given no store
+MAX_DRAFT_LENGTH = 16  # γ; a request for more gets this many
 GRACE = 5  # seconds for requests in flight when the service ends
 
 
@@ -118,13 +119,13 @@ def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: 
             "be less"
         )
     copies = _copies_of(served, config, model) if copying else None
-    return DraftTexts(model, longest, config.max_draft_length, config.cache_tokens, copies)
+    return DraftTexts(model, longest, MAX_DRAFT_LENGTH, config.cache_tokens, copies)
 
 
 def serve(config: ServeDraftConfig) -> int:
     """Load the drafter, listen, and draft until SIGTERM or SIGINT."""
     try:
-        from draftsmith.scripts.services.http_server import bounded_server, ended_by_signals, open_socket
+        from draftsmith.scripts.services.http_server import asgi_server, ended_by_signals, open_socket
         from draftsmith.scripts.services.serve_draft.app import DraftApp
     except ModuleNotFoundError as error:
         raise InputError(f"serve-draft: expected `pip install -e '.[serve]'`, found no {error.name}") from error
@@ -141,9 +142,9 @@ def serve(config: ServeDraftConfig) -> int:
     if directory is not None:
         load = partial(load_texts, config, copying=False)
         follower = Follower(served.path, texts, directory, load, worker, metrics)
-    service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
+    service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, texts.max_draft_length)
     app = DraftApp(worker, service, metrics, key).app
-    server = bounded_server(app, KEEP_ALIVE, GRACE)
+    server = asgi_server(app, KEEP_ALIVE, GRACE)
 
     ended_by_signals(server)
     worker.start()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, Range, at_least, at_most, require
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
-from draftsmith.train.options import DEVICE, DRAFT_LENGTH, THREADS, ModelOptions
+from draftsmith.train.options import DEVICE, THREADS, ModelOptions
 
 PORT = at_least(0) & at_most(65535)
 ONE_DEVICE = DEVICE & Range("one device", lambda name: name != "auto")
@@ -38,8 +38,6 @@ class ServeDraftConfig(ModelOptions):
     """CPU threads; torch's default if None."""
     max_length: int | None = None
     """The most tokens of a text, including drafted ones; the model's number of positions if None."""
-    max_draft_length: int = 16
-    """The most drafted tokens a round; a request for more gets this many."""
     max_batch: int = 256
     """The most rows to draft for together, and so the most rows of a request."""
     cache_tokens: int = 65536
@@ -52,7 +50,6 @@ class ServeDraftConfig(ModelOptions):
         require(self, PORT, "port")
         require(self, ONE_DEVICE, "device")
         require(self, THREADS, "threads")
-        require(self, DRAFT_LENGTH, "max_draft_length")
         require(self, at_least(1), "max_length", "max_batch", "cache_tokens")
         if self.max_length is not None and self.cache_tokens < self.max_length:
             raise InputError(

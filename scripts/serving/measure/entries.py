@@ -313,9 +313,7 @@ def _unknown(observed: Observed, setting: Setting, figures: estimates.Acceptance
     if not figures.total.num_drafts:
         return []
     sentences = [f"{TOGETHER}."] if figures.source == "counters" else []
-    if figures.source != "answers" and not estimates.written_by_us(observed.blocks[setting]["server"]):
-        sentences.append("others' tokens are in the server's counts, so that τ and α are not known.")
-    elif figures.steps is None:
+    if figures.steps is None and estimates.written_by_us(observed.blocks[setting]["server"]):
         records = observed.records(setting, "server")
         sentences.append(
             f"{figures.total.num_drafts:,} drafts for {sum(record.tokens for record in records):,} tokens in "
@@ -323,7 +321,7 @@ def _unknown(observed: Observed, setting: Setting, figures: estimates.Acceptance
         )
     elif figures.tree:
         sentences.append("the server drafts trees, so α is not known.")
-    elif not figures.steps.tried:
+    elif figures.steps is not None and not figures.steps.tried:
         sentences.append("drafts had different lengths, or no counts by position, so that α is not known.")
     return sentences
 
@@ -346,19 +344,15 @@ def _by_load(accepted: Mapping[Setting, estimates.Acceptance]) -> list[str]:
     return sentences
 
 
-def _disturbed(observed: Observed, setting: Setting, role: str) -> list[str]:
+def _disturbed(observed: Observed, setting: Setting, role: Role) -> list[str]:
     """Return signs that others used a server meanwhile."""
-    blocks = next(blocks for name, blocks in observed.blocks[setting].items() if name == role)
-    name, sentences = role.replace("_", " "), []
+    blocks, name, sentences = observed.blocks[setting][role], role.replace("_", " "), []
     if any(block.busy for block in blocks):
         sentences.append(f"others' requests were under way on the {name} when a turn began or ended.")
-    written = sum(record.tokens for block in blocks for record in block.records)
-    generated = [block.generated_tokens for block in blocks if block.generated_tokens is not None]
-    if len(generated) == len(blocks) and sum(generated) != written:
-        sentences.append(f"the {name} wrote {sum(generated):,} tokens; {written:,} were ours.")
-    # A step that verifies a draft emits a token at least, and the first token of a text comes without one.
-    drafts = sum(block.counters.num_drafts for block in blocks)
-    own_tokens = sum(record.tokens - 1 for block in blocks for record in block.records)
-    if drafts > own_tokens:
-        sentences.append(f"the {name} counted {drafts:,} drafts; ours explain {own_tokens:,} at most.")
+    if not estimates.written_by_us(blocks):
+        written = sum(record.tokens for block in blocks for record in block.records)
+        generated = sum(block.generated_tokens or 0 for block in blocks)
+        sentences.append(
+            f"the {name} wrote {generated:,} tokens; {written:,} were ours, so that its counters tell nothing."
+        )
     return sentences

@@ -13,7 +13,7 @@ from local_server import LocalHandler
 
 from draftsmith.scripts.services import draft_line
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, ThrottledLog
+from draftsmith.scripts.services.draft_line import DraftLine, LineDown, ThrottledLog, checked_url
 from draftsmith.scripts.services.remote_draft import FAILURES, PLAIN_ROUNDS, RemoteDraft
 
 SERVICE = protocol.Service(protocol.VERSION, "fake", 100, 50, 8, 8)
@@ -275,7 +275,7 @@ def test_the_key_is_sent_and_never_shown(service, caplog):
 def test_a_line_that_is_down_raises_at_once():
     with socket.socket() as closed:  # bound, not listening
         closed.bind(("127.0.0.1", 0))
-        line = DraftLine(Address("127.0.0.1", closed.getsockname()[1], False, ""), 1.0)
+        line = DraftLine(checked_url(f"http://127.0.0.1:{closed.getsockname()[1]}"), 1.0)
         line.start()
         with pytest.raises(LineDown):
             line.ask(b"")
