@@ -246,10 +246,7 @@ def test_a_resume_knows_the_model_by_its_name_and_the_server_may_move(remote, se
     assert refusal(remote(endpoint=None)) == f"endpoint_model: expected 'tiny', found None{begun}"
     assert refusal(remote(seed=1)) == f"seed: expected 0, found 1{begun}"
     server.models = ["tiny", "other"]
-    assert refusal(remote()) == (
-        f"endpoint_model: expected one model at {server.root}/v1, found tiny, other; name the target with "
-        "--endpoint_model"
-    )
+    assert refusal(remote()) == f"endpoint: expected one model at {server.root}/v1, found tiny, other"
     here = remote("here", endpoint=None, target=str(remote_target), limit=2)
     prepare(here)
     begun = f"; {here.output} was begun with other settings: give another --output, or remove it"

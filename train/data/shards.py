@@ -42,13 +42,6 @@ SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
 logger = logging.getLogger(__name__)
 
 
-class CompletionsRef(TypedDict):
-    """The completions that a cache belongs to, with their manifest's digest."""
-
-    path: str
-    sha256: str
-
-
 @with_config(ConfigDict(extra="allow"))
 class LawSettings(TypedDict, total=False):
     """The sampling of texts, among other settings."""
@@ -78,7 +71,6 @@ class Manifest(BaseManifest):
     """A manifest whose settings are compared and not read."""
 
     settings: dict[str, Any]
-    completions: NotRequired[list[CompletionsRef]]
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -231,9 +223,9 @@ def read_manifest(directory: Path, expected: str = SCHEMA, kind: Any = None) -> 
 def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a new directory, or require that the one there has the same settings and inputs.
 
-    `settings` must agree field by field. Fields with a `path`, such as `prompts` and `target`, and `completions` are
-    compared without it, and `source` without its `endpoint`, since files and servers may move. Other `versions` give
-    only a warning: libraries may sample differently, but a long run should survive an upgrade.
+    `settings` must agree field by field. Fields with a `path`, such as `prompts` and `target`, are compared without it,
+    and `source` without its `endpoint`, since files and servers may move. Other `versions` give only a warning:
+    libraries may sample differently, but a long run should survive an upgrade.
     """
     before = read_manifest(directory, manifest["schema"])
     if before is None:
@@ -257,9 +249,5 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
                     f"{name}: expected {previous.get('path')} as it was ({part}: {old}), "
                     f"found {manifest[name]['path']} ({part}: {new}){way_out}"
                 )
-    parts = [written.get("completions", []) for written in (before, manifest)]
-    if [part["sha256"] for part in parts[0]] != [part["sha256"] for part in parts[1]]:
-        old, new = (", ".join(part["path"] for part in side) for side in parts)
-        raise InputError(f"completions: expected {old} as they were, found {new}{way_out}")
     if before["versions"] != manifest["versions"]:
         logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])

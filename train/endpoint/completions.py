@@ -45,17 +45,11 @@ def served_model(config: PrepareConfig) -> str:
     if config.endpoint_model is not None:
         return config.endpoint_model
 
-    async def ask() -> list[str]:
+    async def ask() -> str:
         async with RetryingClient(config) as server:
-            return list(await server.models())
+            return await server.model()
 
-    names = asyncio.run(ask())
-    if len(names) != 1:
-        raise InputError(
-            f"endpoint_model: expected one model at {config.endpoint}, found {', '.join(names) or 'none'}; "
-            "name the target with --endpoint_model"
-        )
-    return names[0]
+    return asyncio.run(ask())
 
 
 def complete_remotely(

@@ -104,9 +104,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     if served is not None and isinstance(shards, FeatureShards):
         require_served(served, urls_of(config.teacher)[0], model_config, shards.layout.layer_ids)
     output, manifest = Path(config.output), _manifest(config, shards, vocab_size, served)
-    files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
-    mine = track(processes.share(files), "reading", "shards")
-    sources = [_source(number, file, shards, size) for number, file in mine]
+    files = [file for path in config.completions for file in completion_files(path)]
+    sources = [_source(file, shards, size) for file in track(processes.share(files), "reading", "shards")]
     if served is not None:
         longest = max((source.longest for source in sources), default=0)
         require_length(served, longest)
@@ -116,11 +115,10 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     ):
         processes.after_the_first(lambda: settle_manifest(output, manifest))
         processes.require_shared(output / MANIFEST)
-        missing = []  # by ids and hashes: a shard of other texts is written again
+        missing = []  # a shard's name tells its texts: one of others is written next to it
         for source in track(sources, "shards that are there", "shards"):
-            shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
-            samples = [] if shard is None else zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True)
-            if sorted(samples) == sorted(source.samples):
+            checked = shards.checked and list(shards.checked)
+            if read_shard(output / source.name, shards.columns, columns=checked) is not None:
                 summary.kept += len(source.samples)
                 _count(summary, source)
             else:
@@ -180,13 +178,14 @@ def _load(config: CacheConfig) -> PreTrainedModel:
     return model
 
 
-def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:
+def _source(file: Path, shards: Shards, vocab_size: int) -> Source:
     texts = texts_of(file, vocab_size)
     if not texts:
         raise InputError(f"{file}: expected samples, found none")
     samples = tuple((name, text_hash(ids, mask)) for name, ids, mask in texts)
     positions, longest = sum(shards.positions(text) for text in texts), max(len(ids) for _, ids, _ in texts)
-    return Source(file, f"{number:03d}-{file.name}", samples, positions, longest)
+    name = f"{file.parent.name}-{file.stem}-{hashlib.sha256(repr(samples).encode()).hexdigest()[:16]}.parquet"
+    return Source(file, name, samples, positions, longest)
 
 
 def _count(summary: CacheSummary, source: Source) -> None:
@@ -252,7 +251,6 @@ def _manifest(config: CacheConfig, shards: Shards, vocab_size: int, served: Serv
         "settings": shards.settings | {"dtype": config.dtype, "target_quantization": quantization},
         "vocab_size": vocab_size,
         "target": {"path": config.target} | identity(config.target),
-        "completions": [{"path": path, "sha256": digest(path)} for path in config.completions],
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")} | vllm,
     }
 
@@ -261,12 +259,3 @@ def identity(target: str) -> dict[str, Any]:
     """Return the fingerprint of a target's distributions: its config and weights, without its generation config."""
     found = files.identity(target)
     return {name: value for name, value in found.items() if name != "generation_config.json"}
-
-
-def digest(completions: str) -> str:
-    """Return the hash of a completions manifest, which determines all of their tokens."""
-    try:
-        return hashlib.sha256((Path(completions) / MANIFEST).read_bytes()).hexdigest()
-    except OSError as error:
-        text = f"{completions}: expected completions written by draftsmith prepare, found no {MANIFEST}"
-        raise InputError(text) from error

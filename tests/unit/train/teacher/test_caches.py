@@ -154,6 +154,11 @@ def damage(file: Path, kind: Kind) -> None:
     file.write_bytes(bytes(data))
 
 
+def shard_of(cache: Path, completions: str, number: int) -> Path:
+    (file,) = cache.glob(f"{completions}-shard-{number:05d}-*.parquet")
+    return file
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
 
@@ -202,8 +207,8 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, kind, whole, tmp_path, 
     output, real = tmp_path / "cache", kind.shards.write
 
     def killed(self, path, *args):
-        if path.name.startswith("001"):
-            (output / ".001-shard-00000.parquet.partial").write_bytes(b"half")
+        if path.name.startswith("long"):
+            (output / f".{path.name}.partial").write_bytes(b"half")
             raise Killed
         real(self, path, *args)
 
@@ -223,7 +228,7 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, kind, whole, tmp_path, 
 
 
 def test_a_damaged_shard_is_written_again(pipeline, kind, whole, copied):
-    file = copied / "001-shard-00001.parquet"
+    file = shard_of(copied, "long", 1)
     if kind is FEATURES:  # whose numbers are not read: see `FeatureShards`
         (copied / ENDS).unlink()
         file.write_bytes(file.read_bytes()[:-9])
@@ -235,8 +240,8 @@ def test_a_damaged_shard_is_written_again(pipeline, kind, whole, copied):
 
 
 def test_damage_among_the_numbers_is_found_when_they_are_read(pipeline, kind, copied, read):
-    damage(copied / "000-shard-00000.parquet", kind)
-    with pytest.raises(InputError, match=r"000-shard-00000\.parquet: expected a shard of a teacher cache, found a dam"):
+    damage(shard_of(copied, "short", 0), kind)
+    with pytest.raises(InputError, match=r"short-shard-00000-\w+\.parquet: expected .*, found a damaged file"):
         for example in examples_of(pipeline):
             read(copied, [example])
 
@@ -254,7 +259,6 @@ def test_less_space_than_the_estimate_is_refused(pipeline, kind, tmp_path, monke
         ("laws", {"k": 9}, "^k: expected 8, found 9; .* begun with other settings"),
         ("laws", {"temperature": 0.5}, r"^temperature: expected 1\.0, found 0\.5"),
         ("laws", {"top_p": 0.5}, r"^top_p: expected 1\.0, found 0\.5"),
-        ("laws", {"completions": ["long"]}, "^completions: expected .*short, .*long as they were, found .*long; "),
         ("laws", {"k": 301}, "^k: expected at most the target's 300 tokens, found 301"),
         ("features", {"layer_ids": [1]}, r"^layer_ids: expected \[1, 2\], found \[1\]; .* begun with other settings"),
         ("features", {"feature_dtype": "bfloat16"}, "^feature_dtype: expected 'float32', found 'bfloat16'"),
@@ -270,8 +274,6 @@ def test_less_space_than_the_estimate_is_refused(pipeline, kind, tmp_path, monke
     indirect=["kind"],
 )  # fmt: skip
 def test_a_cache_is_not_resumed_otherwise(pipeline, kind, whole, options, message):
-    if "completions" in options:
-        options = {"completions": [str(pipeline / name) for name in options["completions"]]}
     with pytest.raises(InputError, match=message):
         make_cache(configured(pipeline, kind, whole[1], **options))
 
@@ -289,14 +291,14 @@ def test_caches_of_another_target_are_refused(pipeline, kind, whole, tmp_path, t
 def test_what_is_missing_is_named(pipeline, kind, copied, tmp_path):
     with pytest.raises(InputError, match=f"expected a cache written by draftsmith cache, found none at {tmp_path}$"):
         found_in(pipeline, kind, tmp_path)
-    (copied / "001-shard-00001.parquet").unlink()
+    shard_of(copied, "long", 1).unlink()
     lacking = load_completions(str(pipeline / "long"))["id"][3:6]
     named = ", ".join(f"{pipeline / 'long'}: {name}" for name in lacking)
     message = f"expected all 12 samples of the run in {copied}, found 3 missing: {named}; run draftsmith"
     with pytest.raises(InputError, match=message):
         found_in(pipeline, kind, copied)
-    (copied / "001-shard-00000.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"001-shard-00000\.parquet: expected a shard of a teacher cache, found a"):
+    shard_of(copied, "long", 0).write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"long-shard-00000-\w+\.parquet: expected .*, found a damaged file"):
         found_in(pipeline, kind, copied)
     (copied / "manifest.json").write_text(json.dumps({"schema": "draftsmith.completions/1"}))
     with pytest.raises(InputError, match=f"expected schema '{kind.schema}', found 'draftsmith.completions/1'"):
@@ -329,6 +331,8 @@ def test_caches_of_one_shape_cover_completions_together(pipeline, kind, tmp_path
     assert len(found_in(pipeline, kind, tmp_path / "short", tmp_path / "long").places) == 12
     with pytest.raises(InputError, match=f"^teacher_cache: {message}"):
         found_in(pipeline, kind, tmp_path / "short", tmp_path / "other")
+    more = make_cache(configured(pipeline, kind, tmp_path / "short"))  # a cache takes other completions, too
+    assert (more.kept, more.written) == (5, 7) and len(found_in(pipeline, kind, tmp_path / "short").places) == 12
 
 
 SERVED = {"teacher": ["vllm:http://a"], "features": True}
