@@ -1,4 +1,4 @@
-"""What the services share of HTTP: an ASGI server that signals end, its socket, and the limit of a body."""
+"""Parts of HTTP that the services share: an ASGI server that signals end, its socket, and the limit of a body."""
 
 import resource
 import signal
