@@ -24,6 +24,7 @@ from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.teacher.feature_reader import cached_states
 from draftsmith.train.trainer import RecipeTrainer
@@ -98,8 +99,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
     def chain_loss(
         self,
         positions: HeadPositions,
-        states: Sequence[Tensor],
-        head_for: Callable[[int], OutputHead],
+        learners: Sequence[Learner],
         teacher: tuple[Tensor, OutputHead] | None,
         shares: Sequence[float] | None = None,
     ) -> Tensor:
@@ -107,8 +107,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
 
         Args:
             positions: the positions to learn at.
-            states: the input of each guess's language-model head, (N, H).
-            head_for: the head of each guess, over the heads' vocabulary.
+            learners: the input of each guess's language-model head, (N, H), and that head, over the heads' vocabulary.
             teacher: the input of the teacher's head, (B, T, H), and the rows of it that the objective needs; None for
                 hard labels.
             shares: the weight of each sum, in place of decay^i.
@@ -124,7 +123,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             return chunked_objectives(self.objective, labels, weighted, p, sizes)
 
         with self.clock.phase("loss"):
-            return self.checked_loss(losses, *((state, head_for(i)) for i, state in enumerate(states)))
+            return self.checked_loss(losses, *learners)
 
     def chain_sums(
         self,
@@ -220,6 +219,45 @@ class FeatureTrainer(HeadsTrainer):
     @abstractmethod
     def loss_maps(heads: Any) -> list[nn.Module]:
         """Return the maps whose weights the loss reads inside of their forwards."""
+
+    @staticmethod
+    def states_of_steps(
+        heads: Any, target_states: TargetStates, position_ids: Tensor | None, indices_N: Tensor, num_steps: int
+    ) -> list[Tensor]:
+        """Return the inputs of the head in each of K steps at positions of the flat batch, (N, H)."""
+        raise NotImplementedError
+
+    def with_head(self, function: Callable[[Sequence[Tensor], OutputHead], Tensor], states: list[Tensor]) -> Tensor:
+        """Return a function of all steps' states and the head that they share, called where the head is whole."""
+        return function(states, self.loss_head(self.frozen_head))
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+        """Return Σ_k decay^k · the objective summed over step k's tokens."""
+        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
+        teacher = target_states.hidden, self.teacher_head
+
+        def loss(states: Sequence[Tensor], head: OutputHead) -> Tensor:
+            return self.chain_loss(indices, [(step, head) for step in states], teacher)
+
+        return model(inside=lambda: self.with_head(loss, self._steps(target_states, inputs, indices)))  # type: ignore[no-any-return]
+
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's tokens, rounds and loss, and three sums for each step, (B, 3 + 3K)."""
+        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
+
+        def sums(states: Sequence[Tensor], head: OutputHead) -> Tensor:
+            p = LiveDistributions(indices.teacher(target_states.hidden), self.target_head)
+            return self.chain_sums(indices, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
+
+        return model(inside=lambda: self.with_head(sums, self._steps(target_states, inputs, indices)))  # type: ignore[no-any-return]
+
+    def _steps(self, target_states: TargetStates, inputs: dict[str, Any], indices: ChainPositions) -> list[Tensor]:
+        return self.states_of_steps(self.heads, target_states, inputs.get("position_ids"), indices.flat, self.count)
+
+    @property
+    def ends(self) -> list[nn.Module]:
+        """None: the language-model head is not trained."""
+        return []
 
     def target_states(self, inputs: dict[str, Any]) -> TargetStates:
         """Run the target once on a batch, or take its states from the batch."""

@@ -29,16 +29,17 @@ ADVICE = (
 def planned_run(arguments: Sequence[str]) -> tuple[Recipe, Any, Machines]:
     """Return the planned command, its config and the machines from a command line: COMMAND, and flags of both."""
     known = {name: recipe for name, recipe in recipes().items() if recipe.plan is not None}
-    name, *rest = arguments or [""]
+    words = ["--max_length" if word == "--sequence_length" else word for word in flags(arguments)]  # its earlier name
+    name, *rest = words[words[:1] == ["--recipe"] :] or [""]
     if name not in known:
         raise InputError(f"plan: expected a command that trains ({', '.join(known)}), found {name or 'none'}")
     own, others, names = list[str](), list[str](), {f"--{field.name}" for field in fields(Machines)}
-    words = iter(flags(rest))
-    for word in words:
+    remaining = iter(rest)
+    for word in remaining:
         flag, given, _ = word.partition("=")
         (own if flag in names else others).append(word)
         if flag in names and not given:
-            own += [value for value in [next(words, None)] if value is not None]
+            own += [value for value in [next(remaining, None)] if value is not None]
     machines = parse_config(Machines, own, prog="draftsmith plan")
     # Otherwise bf16 would require a GPU on this machine, which only plans.
     config = parse_config(known[name].config_class(), [*others, "--training.use_cpu", "true"], prog="draftsmith plan")

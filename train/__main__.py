@@ -26,7 +26,7 @@ from transformers import (
 from draftsmith.decode.errors import at_least, require
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import Module, stdlib_modules, train_bpe
-from draftsmith.train.job.arguments import require_possible, require_scheduler
+from draftsmith.train.job.arguments import require_possible
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
@@ -53,7 +53,6 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         require(self, at_least(2), "block_size")
         require_possible(self.training)
-        require_scheduler(self.training)
 
 
 def pack(modules: list[Module], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:

@@ -20,7 +20,7 @@ from draftsmith.decode.errors import (
     require_some,
 )
 from draftsmith.train.files import identity
-from draftsmith.train.job.arguments import require_possible, require_scheduler
+from draftsmith.train.job.arguments import require_possible
 from draftsmith.train.job.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions, TeacherOptions, seconds_of
 
@@ -128,7 +128,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_possible(self.training)
-        require_scheduler(self.training)
         require_some(self, "completions", "directory")
         require(self, one_of(OPTIMIZERS), "optimizer")
         require(self, one_of(SAVE_DTYPES), "save_dtype")

@@ -177,7 +177,7 @@ class BlockTrainer(FeatureTrainer):
             states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, anchored]
         blocks.weights *= len(states)
         teacher = target_states.hidden, self.teacher_head
-        loss = self.chain_loss(blocks, states, lambda _: learned_head, teacher, shares)
+        loss = self.chain_loss(blocks, [(guesses, learned_head) for guesses in states], teacher, shares)
         if self.chooses:
             loss = loss + self._choice(tokens_MX, states_ME, head, blocks.weights[0])
         if config.confidence > 0 and stats is not None:

@@ -162,7 +162,8 @@ class MedusaTrainer(HeadsTrainer):
         def losses(states: Sequence[Tensor]) -> Tensor:
             # Of a head that all share there is one view, so that the chunked loss holds one gradient of it.
             shared = self._loss_head(0) if heads.config.original_lm_head else None
-            return self.chain_loss(positions, states, lambda i: shared or self._loss_head(i), teacher)
+            learners = [(state, shared or self._loss_head(i)) for i, state in enumerate(states)]
+            return self.chain_loss(positions, learners, teacher)
 
         return heads.inside_lm_heads(states, losses)
 

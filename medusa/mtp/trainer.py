@@ -13,62 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decode.cache.kernels import computing_dtype
-from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.target_states import TargetStates
 from draftsmith.medusa.trainer import FeatureTrainer
 from draftsmith.train.job.flops import Work
-from draftsmith.train.losses.distributions import LiveDistributions
-from draftsmith.train.losses.positions import LossPositions
-
-
-class MtpTrainer(FeatureTrainer):
-    """The trainer that minimises Σ_k decay^k · objective of step k on completions, against the target or their text."""
-
-    cause_of_bad_new_heads = "the layers do not follow the target's states; try a lower training.learning_rate"
-
-    @staticmethod
-    def guesses(heads: MtpHeads, config: MtpTrainingConfig) -> int:
-        """Return K, the number of steps."""
-        return config.steps_of(len(heads.layers))
-
-    @staticmethod
-    def loss_maps(heads: MtpHeads) -> list[nn.Module]:
-        """Return none: the head is the target's."""
-        return []
-
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return Σ_k decay^k · the objective summed over step k's tokens."""
-        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
-
-        def loss() -> Tensor:
-            head, teacher = self.loss_head(self.frozen_head), (target_states.hidden, self.teacher_head)
-            states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), indices.flat, self.count)
-            return self.chain_loss(indices, states, lambda _: head, teacher)
-
-        return model(inside=loss)  # type: ignore[no-any-return]
-
-    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
-        """Return each sample's tokens, rounds and loss, and three sums for each step, (B, 3 + 3K)."""
-        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
-
-        def sums() -> Tensor:
-            head = self.loss_head(self.frozen_head)
-            states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), indices.flat, self.count)
-            p = LiveDistributions(indices.teacher(target_states.hidden), self.target_head)
-            return self.chain_sums(indices, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
-
-        return model(inside=sums)  # type: ignore[no-any-return]
-
-    def trained_work(self) -> Work | None:
-        """Return the arithmetic of the K steps."""
-        return work_of_steps(self.heads, self.count)
-
-    @property
-    def ends(self) -> list[nn.Module]:
-        """None: the head is the target's."""
-        return []
 
 
 def states_of_steps(
@@ -100,3 +49,24 @@ def work_of_steps(heads: MtpHeads, num_steps: int) -> Work | None:
         return None
     decoder, logits = Work.of_maps(*layers).head, heads.config.hidden_size * heads.config.vocab_size * num_steps
     return Work(decoder, logits, 2 * queries.out_features * num_steps, decoder / (decoder + logits))
+
+
+class MtpTrainer(FeatureTrainer):
+    """The trainer that minimises Σ_k decay^k · objective of step k on completions, against the target or their text."""
+
+    states_of_steps = staticmethod(states_of_steps)
+    cause_of_bad_new_heads = "the layers do not follow the target's states; try a lower training.learning_rate"
+
+    @staticmethod
+    def guesses(heads: MtpHeads, config: MtpTrainingConfig) -> int:
+        """Return K, the number of steps."""
+        return config.steps_of(len(heads.layers))
+
+    @staticmethod
+    def loss_maps(heads: MtpHeads) -> list[nn.Module]:
+        """Return none: the head is the target's."""
+        return []
+
+    def trained_work(self) -> Work | None:
+        """Return the arithmetic of the K steps."""
+        return work_of_steps(self.heads, self.count)

@@ -1,11 +1,9 @@
 """Ranges for the library's TrainingArguments, which accepts numbers that no run can have and then trains or fails."""
 
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
-from draftsmith.decode.errors import InputError, Range, at_least, finite, first_line, more_than, require
-from draftsmith.train.cli import nearest
+from draftsmith.decode.errors import Range, at_least, finite, more_than, require
 
 COUNT = at_least(1)
 RATE = finite(at_least(0))
@@ -43,28 +41,3 @@ def require_possible(training: Any) -> None:
     """Raise an InputError that names the first of the TrainingArguments that is out of range."""
     for name, allowed in RANGES.items():
         require(training, allowed, name, prefix="training.")
-
-
-def require_scheduler(training: Any) -> None:
-    """Raise an InputError if the library cannot make the schedule of TrainingArguments.
-
-    The library itself tries only after models are loaded.
-    """
-    kind, options = training.lr_scheduler_type, training.lr_scheduler_kwargs
-    if not options and kind.value in ("linear", "cosine", "constant", "constant_with_warmup"):
-        return
-    import torch
-    from transformers import get_scheduler
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-
-    field = "training.lr_scheduler_kwargs"
-    makers: Any = TYPE_TO_SCHEDULER_FUNCTION
-    known = signature(makers[kind]).parameters
-    if "kwargs" not in known and (unknown := (options or {}).keys() - known):
-        name = min(unknown)
-        raise InputError(f"{field}: expected options of {kind.value}, found {name}{nearest(name, known)}")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    try:
-        get_scheduler(kind, optimizer, 0, 2**40, dict(options or {}))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{field}: expected options that {kind.value} takes, found: {first_line(error)}") from error

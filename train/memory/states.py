@@ -21,12 +21,8 @@ Placement = Literal["whole", "sharded", "8bit", "4bit", "elsewhere"]
 
 # DeepSpeed's stage3_max_live_parameters: weights that ZeRO-3 keeps gathered, as long as they will be used again.
 LIVE_PARAMETERS = 10**9
-# bitsandbytes: two bytes of state, and a float32 scale for 256 values of each; small tensors and embeddings in full.
-BLOCK, SMALL = 256, 4096
 ADAM = ("adamw_torch", "adamw_torch_fused", "paged_adamw", "paged_adamw_32bit", "adamw_anyprecision", "stable_adamw")
-ADAM_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
-LION = ("lion_32bit", "paged_lion_32bit")
-OPTIMIZERS = (*ADAM, *ADAM_8BIT, *LION, "adafactor", "sgd")
+OPTIMIZERS = (*ADAM, "adafactor", "sgd")
 
 
 @dataclass(frozen=True)
@@ -115,9 +111,8 @@ def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> i
     """Return the bytes of an optimiser's states for the parameters that train, not sharded.
 
     AdamW has two float32 moments and a step count for each tensor; "muon" (`MuonAdamW`) one momentum for matrices that
-    are neither embeddings nor head, and AdamW's for the rest. 8-bit variants (Dettmers et al. 2022) have a byte for
-    each moment and a float32 scale for a block of 256, except for embeddings and small tensors. `name` is muon or one
-    of `OPTIMIZERS`; `ends` are embeddings and heads, as in `MuonAdamW`.
+    are neither embeddings nor head, and AdamW's for the rest. `name` is muon or one of `OPTIMIZERS`; `ends` are
+    embeddings and heads, as in `MuonAdamW`.
     """
     if name not in (*OPTIMIZERS, "muon"):
         raise InputError(f"training.optim: expected one of {', '.join(OPTIMIZERS)}, found {name!r}")
@@ -131,10 +126,8 @@ def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> i
             continue
         if name == "adafactor":
             total += 4 * (sum(parameter.shape) if parameter.ndim == 2 else n)
-        elif name in LION or (name == "muon" and is_matrix and id(parameter) not in closed):
+        elif name == "muon" and is_matrix and id(parameter) not in closed:
             total += 4 * n
-        elif name in ADAM_8BIT and n >= SMALL and id(parameter) not in closed:
-            total += 2 * n + 2 * 4 * -(-n // BLOCK)
         else:
             total += 8 * n + 4
     return total

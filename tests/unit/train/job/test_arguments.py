@@ -60,16 +60,6 @@ def test_every_recipe_looks(kind):
     parse_config(kind, [*flags, "--training.max_steps", "-1", "--training.num_train_epochs", "0.5"])
 
 
-@pytest.mark.parametrize("kind", [DistillConfig, PretrainConfig])
-def test_options_of_a_schedule_are_looked_at_before_anything_is_loaded(kind):
-    flags = FLAGS[4:] if kind is PretrainConfig else FLAGS + DRAFT * (kind is DistillConfig)
-    flags = [*flags, "--training.lr_scheduler_type", "warmup_stable_decay", "--training.lr_scheduler_kwargs"]
-    for options in ('{"num_decay_step": 3}', "{}", '{"num_decay_steps": 3, "decay_type": "steep"}'):
-        with pytest.raises(InputError, match=r"^training\.lr_scheduler_kwargs: expected options "):
-            parse_config(kind, [*flags, options])
-    parse_config(kind, [*flags, '{"num_decay_steps": 3, "decay_type": "1-sqrt"}'])
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
