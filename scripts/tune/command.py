@@ -44,6 +44,7 @@ from draftsmith.train.quantization import parameter_count
 
 SCHEMA = "draftsmith.tune/1"
 REPEATS = 2
+REFINED = 3  # further levels of each rule, between one within the allowed departure and one beyond it
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Task:
     @property
     def settings(self) -> list[RuleSetting]:
         """All lossy rules at all levels of the config."""
-        return [self.setting(rule, level) for rule in RULES for level in getattr(self.config, f"{rule}_levels")]
+        return [self.setting(rule, level) for rule in RULES for level in sorted(self.config.levels.get(rule, []))]
 
 
 def tune(config: TuneConfig) -> dict[str, Any]:
@@ -93,9 +94,10 @@ def _report(task: Task) -> dict[str, Any]:
     # Each rule is a sequence of tests of its own; the rules share the error.
     confidence = confidence_of_each(0.95, len({setting.rule for setting in settings}))
     levels = [figures(setting, decoded[setting], plain, exact, greedy, confidence) for setting in settings]
-    for _ in range(config.refine if config.most is not None else 0):
+    for _ in range(REFINED if config.max_departure is not None else 0):
         between = {
-            rule: level_between([row for row in levels if row["rule"] == rule], config.most or 0.0) for rule in RULES
+            rule: level_between([row for row in levels if row["rule"] == rule], config.max_departure or 0.0)
+            for rule in RULES
         }
         added = [task.setting(rule, level) for rule, level in between.items() if level is not None]
         if not added:
@@ -103,7 +105,7 @@ def _report(task: Task) -> dict[str, Any]:
         decoded = _decode_all(task, [PLAIN, *added])
         levels += [figures(setting, decoded[setting], decoded[PLAIN], exact, greedy, confidence) for setting in added]
     levels.sort(key=lambda row: (RULES.index(row["rule"]), row["level"]))
-    chosen, reason = choose(levels, config.most)
+    chosen, reason = choose(levels, config.max_departure)
     return {
         "schema": SCHEMA,
         "environment": environment(pair.target.device, pair.dtype),
@@ -114,7 +116,7 @@ def _report(task: Task) -> dict[str, Any]:
         "draft_length": task.draft_length,
         "batch_size": config.batch_size,
         "departure": "argmax_disagreement" if greedy else "mean_total_variation",
-        "max_departure": config.most,
+        "max_departure": config.max_departure,
         "plain": figures(PLAIN, plain, plain, exact, greedy),
         "exact": figures(EXACT, exact, plain, exact, greedy),
         "levels": levels,

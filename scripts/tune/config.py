@@ -8,13 +8,18 @@ from typing import Any
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
-from draftsmith.train.cli import Floats, Ints, numbers, values_by_field
+from draftsmith.train.cli import Ints, numbers, values_by_field
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 BELOW_ONE = Range("levels of at least 0 and less than 1", lambda level: 0 <= level < 1)
 UP_TO_ONE = Range("levels of at least 0 and at most 1", lambda level: 0 <= level <= 1)
-LEVELS = {"typical_levels": BELOW_ONE, "threshold_levels": BELOW_ONE, "cascade_levels": UP_TO_ONE}
+ALLOWED = {"typical": BELOW_ONE, "threshold": BELOW_ONE, "cascade": UP_TO_ONE}
+LEVELS = {
+    "typical": [0.05, 0.1, 0.2, 0.4, 0.8],
+    "threshold": [0.05, 0.1, 0.2, 0.4, 0.8],
+    "cascade": [0.15, 0.3, 0.5, 0.7, 0.9],
+}
 
 
 @dataclass
@@ -30,22 +35,14 @@ class TuneConfig(Sampling, PromptedTarget):
     batch_size: int = 8
     """Prompts decoded together. Acceptance and departure do not depend on it, except for ties in half precision. Speeds
     are those of such batches, with intervals over batches."""
-    max_disagreement: float | None = None
-    """At temperature 0: the share of tokens, below 1, that may differ from the target's argmax in their context."""
-    max_total_variation: float | None = None
-    """Under sampling: the mean total variation, below 1, allowed between a token's distribution and the target's in its
-    context. The distribution of a text of n tokens is then at most n times as far."""
-    typical_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
-    """ε of typical acceptance: levels separated by commas; an empty list leaves this rule out. Even a high ε is lenient
-    where the target is unsure. δ is √ε, as its authors have it."""
-    threshold_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
-    """Levels of the threshold rule. Near 1 it is nearly exact, and slower than the exact rule, because it refuses even
-    the target's own choice where that is unlikely. At temperature 0 it reads the probability at temperature 1."""
-    cascade_levels: Floats = field(default_factory=lambda: [0.15, 0.3, 0.5, 0.7, 0.9])
-    """Confidences of the drafter from which the cascade accepts its tokens."""
-    refine: int = 3
-    """Further levels of each rule, each half-way between one within the allowed departure and one beyond it, while a
-    gain is possible. No level outside the range of the given ones is tried."""
+    max_departure: float | None = None
+    """The departure from the target that is allowed, below 1. At temperature 0: the share of tokens that are not its
+    argmax in their context. Under sampling: the mean total variation between a token's distribution and the target's; a
+    text of n tokens is then at most n times as far. Within it, three further levels of each rule are tried."""
+    levels: dict[str, list[float]] = field(default_factory=lambda: dict(LEVELS))
+    """The rules and their levels: ε of typical acceptance, with δ = √ε, as its authors have it; the threshold rule,
+    which reads the probability at temperature 1 if the temperature is 0, and refuses even the target's own choice where
+    that is unlikely; and the drafter's confidence from which the cascade accepts its tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,22 +50,12 @@ class TuneConfig(Sampling, PromptedTarget):
         require(self, at_least(1), "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(2), "limit")
-        require(self, at_least(0), "refine")
-        # The other limit has no meaning there: disagreements exist at T=0 only.
-        limit, other = ("max_disagreement", "max_total_variation")[:: 1 if self.temperature == 0 else -1]
-        if getattr(self, other) is not None:
-            raise InputError(f"{other}: expected {limit} at temperature {self.temperature:g}, found {other}")
-        require(self, more_than(0) & less_than(1), limit)
-        for name, allowed in LEVELS.items():
-            setattr(self, name, sorted(numbers(getattr(self, name), float, name)))
-            require(self, allowed, name)
-        if not (self.typical_levels or self.threshold_levels or self.cascade_levels):
-            raise InputError("threshold_levels: expected a level of at least one rule, found none")
-
-    @property
-    def most(self) -> float | None:
-        """The departure that the user allows, or None."""
-        return self.max_disagreement if self.temperature == 0 else self.max_total_variation
+        require(self, more_than(0) & less_than(1), "max_departure")
+        if not any(self.levels.values()) or not self.levels.keys() <= ALLOWED.keys():
+            raise InputError(f"levels: expected levels of {', '.join(ALLOWED)}, found {self.levels}")
+        for rule, levels in self.levels.items():
+            for level in levels:
+                ALLOWED[rule].check(f"levels: {rule}", level)
 
 
 @dataclass
@@ -81,10 +68,6 @@ class SwitchConfig(Sampling, PromptedTarget):
     """The hybrid, `hybrid:FIRST+LAST`; a switch given with it is ignored."""
     draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
     """γ, separated by commas: the length of copies, and the longest draft of a last drafter without a tree."""
-    match_levels: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
-    """Shortest matches, in tokens, to try."""
-    score_levels: Floats = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0])
-    """Least scores to try."""
     batch_size: int = 1
     """Prompts decoded together when costs are measured."""
     compiled: bool | None = None
@@ -93,14 +76,10 @@ class SwitchConfig(Sampling, PromptedTarget):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.drafter = only_drafter(self.drafter)
-        for name in ("draft_length", "match_levels"):
-            setattr(self, name, sorted(numbers(getattr(self, name), int, name)))
-        self.score_levels = sorted(numbers(self.score_levels, float, "score_levels"))
-        for name in ("draft_length", "match_levels", "score_levels"):
-            require_some(self, name, "number")
+        self.draft_length = sorted(numbers(self.draft_length, int, "draft_length"))
+        require_some(self, "draft_length", "number")
         require(self, DRAFT_LENGTH, "draft_length")
-        require(self, at_least(1), "match_levels", "batch_size")
-        require(self, at_least(0), "score_levels")
+        require(self, at_least(1), "batch_size")
         require(self, at_least(4), "limit")
 
 

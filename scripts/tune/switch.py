@@ -39,6 +39,8 @@ from draftsmith.train.quantization import parameter_count
 SCHEMA = "draftsmith.switch/1"
 FILE = "switch.json"
 SHOWN = 10  # switches in the printed table
+MATCHES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)  # shortest matches, in tokens
+SCORES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # least scores
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _report(
     lengths = list(drafter.draft_lengths) if _has_tree(drafter) else config.draft_length
     by_switch = [
         [SwitchSetting(k, switch, last) for k in lengths for last in _last_lengths(drafter, config) if (last or 0) <= k]
-        for switch in _switches(config)
+        for switch in _switches()
     ]
     by_drafter = {  # the last may draft a tree
         name: [SwitchSetting(k, drafter=name) for k in (lengths if name == sources[-1] else config.draft_length)]
@@ -154,7 +156,7 @@ def _priced(
     texts = _written(config, pair, ids, compiled)
     methods: dict[Method, Proposer] = {
         (switch, last): hybrid.with_switch(switch, last)
-        for switch, last in product(_switches(config), _last_lengths(pair.drafter, config))
+        for switch, last in product(_switches(), _last_lengths(pair.drafter, config))
     }
     methods |= dict(zip(sources, hybrid.drafters, strict=True))
     sampler, lengths = config.sampler(), list(config.draft_length)
@@ -207,8 +209,8 @@ def _written(config: SwitchConfig, pair: Pair, ids: Sequence[list[int]], compile
     return texts
 
 
-def _switches(config: SwitchConfig) -> list[Switch]:
-    return [Switch(match, score) for match, score in product(config.match_levels, config.score_levels)]
+def _switches() -> list[Switch]:
+    return [Switch(match, score) for match, score in product(MATCHES, SCORES)]
 
 
 def _last_lengths(drafter: Drafter, config: SwitchConfig) -> Sequence[int | None]:

@@ -164,7 +164,7 @@ def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[s
     gains if the interval of the paired difference in τ is above zero. `most` is the allowed departure, or None.
     """
     if most is None:
-        return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
+        return None, "no departure was asked for: give max_departure"
     inside = [row for rule in RULES for row in admitted_levels([r for r in levels if r["rule"] == rule], most)]
     if not inside:
         nearest = min(levels, key=lambda row: (row["departure"].upper_bound, row["departure"].value))

@@ -45,7 +45,7 @@ def command(made, tmp_path, capfd):
         given |= {
             "generate": drafts | {"prompt": "def f(x):", "max_new_tokens": 4},
             "measure": drafts | decodes | {"costs": "none", "compiled": "false"},
-            "tune": drafts | decodes | {"threshold_levels": 0.1, "typical_levels": "[]", "cascade_levels": "[]"},
+            "tune": drafts | decodes | {"levels": '{"threshold": [0.1]}'},
             "profile": drafts | decodes,
             "doctor": drafts,
             "prepare": {"prompts": made / "prompts.jsonl", "output": output, "endpoint": "http://127.0.0.1:9/v1"},

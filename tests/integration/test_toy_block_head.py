@@ -97,8 +97,8 @@ def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypa
     [
         ["generate", "--prompt", "def f(x):", "--max-new-tokens", "6", "--compare", "true"],
         ["profile", "--prompts", "PROMPTS", "--max-new-tokens", "4", "--compiled", "false", "--output", "OUT"],
-        ["tune", "--prompts", "PROMPTS", "--max-new-tokens", "4", "--max-disagreement", "0.5", "--cascade-levels", "[]",
-         "--typical-levels", "[]", "--threshold-levels", "0.5", "--refine", "0", "--output", "OUT"],
+        ["tune", "--prompts", "PROMPTS", "--max-new-tokens", "4",
+         "--levels", '{"threshold": [0.5]}', "--output", "OUT"],
         ["doctor", "--costs", "true", "--batch-size", "1"],
     ],
     ids=lambda command: command[0],

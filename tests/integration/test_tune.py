@@ -15,7 +15,7 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
-from draftsmith.scripts.tune import command
+from draftsmith.scripts.tune import command, switch
 from draftsmith.scripts.tune.command import TuneConfig, tune
 from draftsmith.scripts.tune.config import tune_config
 from draftsmith.scripts.tune.switch import _argument
@@ -52,12 +52,12 @@ def tuned(models, tokenizer):
     """A run at T=0 by the command itself, and what it printed."""
     flags = {
         "target": models / "target", "draft": models / "draft", "prompts": models / "prompts.jsonl",
-        "output": models / "out", "dtype": "float32", "max-new-tokens": NEW, "draft-length": 3, "refine": 1,
-        "max-disagreement": 0.6, "batch-size": 1,
-        "typical-levels": "0.05", "threshold-levels": "0,0.1,0.6", "cascade-levels": "0,1",
+        "output": models / "out", "dtype": "float32", "max-new-tokens": NEW, "draft-length": 3, "max-departure": 0.6,
+        "batch-size": 1, "levels": '{"typical": [0.05], "threshold": [0, 0.1, 0.6], "cascade": [0, 1]}',
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
+        patch.setattr(command, "REFINED", 1)
         assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
     return json.loads((models / "out" / "tune.json").read_text(), object_hook=estimated)
 
@@ -139,9 +139,9 @@ def test_all_prompts_are_decoded_in_every_setting_each_with_another_first(models
         return decode(task, setting, first)
 
     monkeypatch.setattr(command, "_decode", counted)
-    levels = {"typical_levels": [], "threshold_levels": [0.05], "cascade_levels": [0.0]}
+    levels = {"threshold": [0.05], "cascade": [0.0]}
     with listened() as heard:
-        report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, **levels))
+        report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, levels=levels))
     heard.require("prompts", "warm-up", "tune", *LOADING)
     # Four settings, which are warmed up first; five prompts, two at a time, in two turns at least.
     turn, other = decoded[4:16], decoded[16:28]
@@ -156,8 +156,9 @@ def test_all_prompts_are_decoded_in_every_setting_each_with_another_first(models
 @pytest.mark.parametrize(("drafter", "temperature"), [("draft", 1.0), ("medusa", 0.0)])
 def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temperature):
     given = {"drafter": str(models / "heads")} if drafter == "medusa" else {}
-    config = {"temperature": temperature, "max_new_tokens": 16, "typical_levels": "0.2", "cascade_levels": "0.3"}
-    config |= {"target": str(models / "ending"), "threshold_levels": "0.1"} | given
+    levels = {"typical": [0.2], "threshold": [0.1], "cascade": [0.3]}
+    config = {"temperature": temperature, "max_new_tokens": 16, "levels": levels, "target": str(models / "ending")}
+    config |= given
     reports = [tune(config_of(models, tmp_path, **config, batch_size=rows)) for rows in (1, 3)]
     alone, batched = ([report["plain"], report["exact"], *report["levels"]] for report in reports)
     assert alone[0]["counts"]["num_emitted_tokens"] < 16 * len(PROMPTS)  # some texts end early
@@ -174,8 +175,8 @@ def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temp
 def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter):
     given = {"drafter": str(models / "heads")} if drafter == "medusa" else {}
     config = config_of(
-        models, tmp_path, temperature=1.0, max_total_variation=1e-6, typical_levels=[], cascade_levels="1",
-        threshold_levels="0.01,0.99", limit=3, max_new_tokens=8, **given,
+        models, tmp_path, temperature=1.0, max_departure=1e-6, levels={"cascade": [1.0], "threshold": [0.01, 0.99]},
+        limit=3, max_new_tokens=8, **given,
     )  # fmt: skip
     report = tune(config)
     assert report["departure"] == "mean_total_variation" and report["proposer"]["kind"] == drafter
@@ -249,16 +250,14 @@ def test_the_level_between():
     [
         ({"drafter": []}, "drafter: expected one, found none"),
         ({"drafter": ["draft", "heads"]}, "drafter: expected one, found draft and heads"),
-        ({"max_total_variation": 0.1}, "max_total_variation: expected max_disagreement at temperature 0"),
-        ({"temperature": 1.0, "max_disagreement": 0.1}, "max_disagreement: expected max_total_variation at"),
-        ({"max_disagreement": 1.0}, "max_disagreement: expected more than 0 and less than 1, found 1.0"),
+        ({"max_departure": 1.0}, "max_departure: expected more than 0 and less than 1, found 1.0"),
         ({"temperature": -1.0}, "temperature: expected a finite number, at least 0, found -1.0"),
-        ({"threshold_levels": "0.1,1"}, "threshold_levels: expected levels of at least 0 and less than 1, found 1"),
-        ({"cascade_levels": "1.5"}, "cascade_levels: expected levels of at least 0 and at most 1, found 1.5"),
-        ({"typical_levels": "low"}, "typical_levels: expected numbers separated by commas, found 'low'"),
+        ({"levels": {"threshold": [0.1, 1]}}, "levels: threshold: expected levels of at least 0 and less than 1"),
+        ({"levels": {"cascade": [1.5]}}, "levels: cascade: expected levels of at least 0 and at most 1, found 1.5"),
+        ({"levels": {"sloppy": [0.5]}}, "levels: expected levels of typical, threshold, cascade, found"),
         ({"batch_size": 0}, "batch_size: expected at least 1, found 0"),
         ({"limit": 1}, "limit: expected at least 2, found 1"),
-        ({"typical_levels": [], "threshold_levels": "", "cascade_levels": []}, "threshold_levels: expected a level"),
+        ({"levels": {"typical": []}}, "levels: expected levels of typical, threshold, cascade, found"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(tmp_path, fields, said):
@@ -273,10 +272,12 @@ def switched(models):
     flags = {
         "target": models / "target", "drafter": f"hybrid:suffix:1+{models / 'draft'}@match=9",
         "prompts": models / "prompts.jsonl", "output": models / "switch", "dtype": "float32", "max-new-tokens": NEW,
-        "draft-length": "1,3", "match-levels": "1,3,99", "score-levels": "0,2", "compiled": "false", "threads": 1,
+        "draft-length": "1,3", "compiled": "false", "threads": 1,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
+        patch.setattr(switch, "MATCHES", (1, 3, 99))
+        patch.setattr(switch, "SCORES", (0.0, 2.0))
         assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
     return json.loads((models / "switch" / "switch.json").read_text(), object_hook=estimated)
 
@@ -294,8 +295,8 @@ def test_every_switch_is_replayed_and_priced(switched):
 
 def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, tokenizer):
     chosen = switched["chosen"]
-    switch = f"match={chosen['match']},score={chosen['score']!r},last={chosen['last']}"
-    argument = f"hybrid:suffix:1+{models / 'draft'}@{switch}"
+    written = f"match={chosen['match']},score={chosen['score']!r},last={chosen['last']}"
+    argument = f"hybrid:suffix:1+{models / 'draft'}@{written}"
     assert chosen["argument"] == argument
     (spec,) = drafter_specs([argument], [chosen["draft_length"]])
     pair = load_pair(str(models / "target"), tokenizer, [spec], "float32")

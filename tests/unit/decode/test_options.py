@@ -98,10 +98,9 @@ def test_bad_sampling_is_refused_by_name(field, value):
         Sampling(**{field: value})
 
 
-@pytest.mark.parametrize("command", ["prepare", "doctor", "measure", "generate", "tune", "profile"])
+@pytest.mark.parametrize("command", ["prepare", "doctor", "measure", "generate", "tune"])
 def test_every_command_with_prompts_is_told_what_their_template_gets(command, tmp_path):
     needed = {"target": "T", "prompts": "P", "output": "O", "drafter": "unigram", "prompt": "hello", "chat": "true"}
-    needed |= {"threshold_levels": "[0.3]"}
     cls = config_class(command)
     flags = [part for name in (f.name for f in fields(cls)) if name in needed for part in (f"--{name}", needed[name])]
     asked = ["--chat_template_kwargs", '{"enable_thinking": false}', "--system_prompt", "Be brief."]
