@@ -8,10 +8,8 @@ first missing one.
 import hashlib
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -33,7 +31,7 @@ from draftsmith.train.models import check_head, load_config, load_model, load_to
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards, LiveTeacher
-from draftsmith.train.teacher.served import AT_ONCE, ServedModel, ServedTarget, urls_of
+from draftsmith.train.teacher.served import ServedModel, ServedTarget, StreamedTeacher, urls_of
 from draftsmith.train.teacher.served_check import ask_servers, compare_states, require_length, require_served
 from draftsmith.train.teacher.sources import Source, texts_of
 from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, read_ends, save_ends
@@ -220,27 +218,17 @@ def _write(shards: Shards, teacher: Any, missing: list[Source], summary: CacheSu
     """Write the missing shards, and count them in the summary."""
     start = time.perf_counter()
     total = summary.kept + sum(len(source.samples) for source in missing)
-    title, counting = processes.title("cache"), threading.Lock()
-    with phase(title, total, "samples", summary.kept) as bar:
-
-        def write(source: Source) -> None:
+    if isinstance(teacher, ServedTarget):
+        assert isinstance(shards, FeatureShards)
+        texts = (ids for source in missing for _, ids, _ in texts_of(source.completions))
+        teacher = StreamedTeacher(teacher.states(shards.layout, texts))
+    with phase(processes.title("cache"), total, "samples", summary.kept) as bar:
+        for source in missing:
             shards.write(summary.output / source.name, source, texts_of(source.completions), teacher, bar.advance)
-            with counting:
-                summary.written += len(source.samples)
-                summary.positions_written += source.positions
-                summary.seconds = time.perf_counter() - start
-                _count(summary, source)
-
-        if not isinstance(teacher, ServedTarget):
-            for source in missing:
-                write(source)
-            return
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            try:
-                list(pool.map(write, missing))
-            except BaseException:
-                teacher.end()  # before the pool waits for its threads
-                raise
+            summary.written += len(source.samples)
+            summary.positions_written += source.positions
+            summary.seconds = time.perf_counter() - start
+            _count(summary, source)
 
 
 def _manifest(config: CacheConfig, shards: Shards, vocab_size: int, served: ServedModel | None) -> dict[str, Any]:

@@ -87,9 +87,6 @@ class Teacher(Protocol):
     def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
         """Yield the numbers of some texts and their `STATES`, until all were yielded."""
 
-    def end(self) -> None:
-        """End what is under way as soon as possible; nothing more is asked for."""
-
 
 @dataclass(frozen=True)
 class FeatureShards:
@@ -176,9 +173,6 @@ class LiveTeacher:
         """Yield the numbers of the texts of each batch, longest first, and their states as `states_of` returns them."""
         for rows in batches_of(texts, self.batch_size):
             yield rows, states_of(self.model, layout, [texts[row] for row in rows])
-
-    def end(self) -> None:
-        """Return: a forward cannot be ended."""
 
 
 @torch.inference_mode()

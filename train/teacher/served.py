@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -39,8 +39,6 @@ REQUESTS, TOKENS = 64, 2**16
 """The most requests to a server at once, and their most tokens: what a server keeps in its folder of states."""
 AHEAD = 2**30
 """The most bytes of states, for each server, that are asked for before those of earlier texts are written."""
-AT_ONCE = 3
-"""The shards of a cache that are written at a time: while one ends, the servers have the next ones' requests."""
 RESTART = 5.0
 """The seconds that a server takes at least to start: one that has answered within them has not been started again."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
@@ -158,7 +156,7 @@ class ServedTarget:
 
     def __exit__(self, *_: object) -> None:
         """End what is under way, and close the connections."""
-        self.end()
+        self._wait(self._cancel())
         self._wait(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -166,10 +164,6 @@ class ServedTarget:
         self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
-
-    def end(self) -> None:
-        """Cancel what is under way; nothing more is asked for."""
-        self._wait(self._cancel())
 
     async def _cancel(self) -> None:
         self._error = self._error or InputError("teacher: expected states, found that the run ends")
@@ -201,24 +195,27 @@ class ServedTarget:
     async def _what(self, client: Client) -> ServedModel:
         return await client.fetch(ServedModel, TARGET, what="what it serves")
 
-    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+    def states(self, layout: Layout, texts: Iterable[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
         """Yield the `STATES` of texts in order, as `live_states` does: the number of a text, and its states.
 
         Texts are asked for `AHEAD` of those that are read, and the servers' limits divide them over time.
         """
         if not any(server.requests for server in self._servers):
             self._answered = time.monotonic()
-        waiting, ahead, most = deque[Any](), 0, AHEAD * len(self.urls) // layout.position_bytes
-        upcoming = deque(texts)
+        waiting, ahead, most = deque[tuple[int, Any]](), 0, AHEAD * len(self.urls) // layout.position_bytes
+        upcoming, number = iter(texts), 0
+        ids = next(upcoming, None)
         try:
-            for number, ids in enumerate(texts):
-                while upcoming and (not waiting or ahead + len(upcoming[0]) <= most):
-                    ahead, row = ahead + len(upcoming[0]), self._row(layout, upcoming.popleft())
-                    waiting.append(asyncio.run_coroutine_threadsafe(row, self._loop))
-                yield [number], [waiting.popleft().result()]
-                ahead -= len(ids)
+            while waiting or ids is not None:
+                while ids is not None and (not waiting or ahead + len(ids) <= most):
+                    row = asyncio.run_coroutine_threadsafe(self._row(layout, ids), self._loop)
+                    waiting.append((len(ids), row))
+                    ahead, ids = ahead + len(ids), next(upcoming, None)
+                size, row = waiting.popleft()
+                yield [number], [row.result()]
+                ahead, number = ahead - size, number + 1
         finally:
-            for row in waiting:
+            for _, row in waiting:
                 row.cancel()
 
     def ask(self, texts: Sequence[list[int]], url: str) -> list[tuple[Tensor, Tensor]]:
@@ -356,6 +353,18 @@ class ServedTarget:
         hidden_TH = last_TH if self.norm is None else self.norm(last_TH)
         columns = {"hidden": hidden_TH, "features": states_TnH[:, places].flatten(1)}
         return {name: columns[name].to(layout.dtype).contiguous() for name in STATES if name in layout.widths}
+
+
+@dataclass(frozen=True)
+class StreamedTeacher:
+    """The states of several shards' texts in one stream, so that no server is idle between two shards."""
+
+    stream: Iterator[tuple[list[int], list[dict[str, Tensor]]]]
+
+    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+        """Yield the numbers of a shard's texts, which are the next of the stream, and their `STATES`."""
+        for number, (_, states) in zip(range(len(texts)), self.stream, strict=False):
+            yield [number], states
 
 
 def checked_states(content: bytes, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:

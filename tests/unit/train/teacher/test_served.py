@@ -4,8 +4,6 @@ import json
 import os
 import threading
 import time
-from concurrent.futures import CancelledError
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -406,23 +404,6 @@ def test_the_work_of_a_server_that_hangs_is_done_by_another(model, path, hanging
         assert len(list(target.states(LAYOUT, TEXTS))) == len(TEXTS)
     assert set(other.texts) == {tuple(ids[:-1]) for ids in TEXTS}  # on a busy machine some are asked for twice
     assert hanging.texts
-
-
-def test_nothing_waits_for_a_server_that_hangs_at_the_end(hanging):
-    def read() -> None:
-        with suppress(CancelledError):
-            list(target.states(LAYOUT, TEXTS))
-
-    with serving(hanging), ServedTarget([hanging.url]) as target:
-        reading = threading.Thread(target=read)
-        reading.start()
-        while len(hanging.texts) < len(TEXTS):
-            time.sleep(0.01)
-        target.end()
-        reading.join(60)
-        assert not reading.is_alive()
-        with pytest.raises(InputError, match="found that the run ends"):
-            list(target.states(LAYOUT, TEXTS))
 
 
 def test_few_texts_are_asked_for_before_others_are_read(model, path, monkeypatch):
