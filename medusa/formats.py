@@ -62,7 +62,7 @@ class HeadsFormats:
 
     names: tuple[str, ...]
     read: Callable[[str, str | None, PreTrainedModel | None], Any]  # heads of a directory, in a format, for a target
-    refusal: Callable[[Any, str, PreTrainedModel | None, bool], str | None]
+    refusal: Callable[[Any, str, PreTrainedModel | None], str | None]
     """Why a format cannot hold heads, and the way out, or None; the target may have no weights."""
     fields: Callable[[Any, str], dict[str, Any]]  # config.json
     described: Callable[[Any], str]  # heads in a few words
@@ -73,7 +73,7 @@ class HeadsFormats:
     notes: Callable[[Any, str, PreTrainedModel | None], list[str]]
     noun: str = "heads"
     check_format: Callable[[str], object] | None = None
-    adapted: Callable[[Any, str, torch.dtype, bool], Any] = lambda heads, format, dtype, by_rank: from_tensors(
+    adapted: Callable[[Any, str, torch.dtype], Any] = lambda heads, format, dtype: from_tensors(
         type(heads), heads.config, round_tensors(heads.state_dict(), dtype)
     )
     """The heads in a format's terms, rounded, on the CPU."""
@@ -94,12 +94,10 @@ class HeadsFormats:
         dtype: str | None = None,
         readme: str | None = None,
         target: PreTrainedModel | None = None,
-        by_rank: bool = False,
     ) -> list[str]:
         """Write heads in a format, and return notes for the user.
 
-        The directory is new or empty. The target needs weights only where `reads_target`. `by_rank` leaves out what
-        changes logits but not their order, because these readers draft only the most likely tokens.
+        The directory is new or empty. The target needs weights only where `reads_target`.
 
         Raises:
             InputError: a format, dtype, heads or directory that do not allow it.
@@ -107,10 +105,10 @@ class HeadsFormats:
         directory = Path(directory)
         if self.check_format is not None:
             self.check_format(format)
-        reason = self.refusal(heads, check_format(format, self.names), target, by_rank)
+        reason = self.refusal(heads, check_format(format, self.names), target)
         if reason is not None:
             raise InputError(f"format: expected {self.noun} that {format} can hold, found {reason}")
-        adapted = self.adapted(heads, format, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)], by_rank)
+        adapted = self.adapted(heads, format, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)])
         with put_in_place(directory) as aside:
             if format == "own":
                 adapted.save_pretrained(aside)
@@ -139,7 +137,7 @@ class HeadsFormats:
         speculative = self.speculative(config, heads)
         self.announce(config, heads, target)
         readme = self.card(heads, format, Path(source))
-        notes = self.write(heads, output, format, config.dtype, readme, target, config.by_rank)
+        notes = self.write(heads, output, format, config.dtype, readme, target)
         lines = [f"# {note}" for note in [f"wrote {output}", *notes]]
         name = heads.config.base_model_name_or_path or "TARGET"
         return [*lines, *self.launch(name, speculative, heads, format, target)]

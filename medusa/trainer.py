@@ -101,7 +101,6 @@ class HeadsTrainer(RecipeTrainer, ABC):
         positions: HeadPositions,
         learners: Sequence[Learner],
         teacher: tuple[Tensor, OutputHead] | None,
-        shares: Sequence[float] | None = None,
     ) -> Tensor:
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
 
@@ -110,7 +109,6 @@ class HeadsTrainer(RecipeTrainer, ABC):
             learners: the input of each guess's language-model head, (N, H), and that head, over the heads' vocabulary.
             teacher: the input of the teacher's head, (B, T, H), and the rows of it that the objective needs; None for
                 hard labels.
-            shares: the weight of each sum, in place of decay^i.
         """
         labels, sizes = self.vocabulary.labels(positions.labels), self.vocabulary.sizes(self.sizes)
         p: TeacherDistributions | None = None
@@ -118,8 +116,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
             p = self.vocabulary.distributions(LiveDistributions(positions.teacher(teacher[0]), teacher[1]))
 
         def losses(learners: Sequence[Learner]) -> Tensor:
-            decays = [self.config.decay**i for i in range(len(learners))] if shares is None else shares
-            weighted = [(*learner, positions.weights[i], decays[i]) for i, learner in enumerate(learners)]
+            weighted = [(*learner, positions.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
             return chunked_objectives(self.objective, labels, weighted, p, sizes)
 
         with self.clock.phase("loss"):

@@ -156,7 +156,7 @@ class ExportConfig(ExportOptions):
         if self.import_from is None and self.verify is not None and self.target is None:
             raise InputError("target: expected one to verify with, found none")
         if self.import_from is not None:
-            for name in ("draft_length", "by_rank", "verify"):
+            for name in ("draft_length", "verify"):
                 if getattr(self, name):
                     raise InputError(f"{name}: expected none with heads to import, found one")
             if not self.output:

@@ -11,7 +11,7 @@ from rich.console import Console
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa.__main__ import train_heads
+from draftsmith.medusa.heads.__main__ import train_heads
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.configs import QuickstartConfig, TreeConfig
 from draftsmith.scripts.measure.command import measure

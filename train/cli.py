@@ -52,7 +52,7 @@ FILE_ONLY = frozenset({
     "parallel_retention", "parallel_minimum", "parallel_decay", "parallel_importance", "parallel_mask_token",
     "head_learning_rate_multiplier", "warmup_heads",
     "norm_before_fc", "fc_norm", "norm_output",
-    "anchors", "conv_kernel_size", "mask_token", "plain_until", "pure_draft_prefix_len",
+    "anchors", "mask_token",
 })  # fmt: skip
 """Fields that no flag sets, only `--config`: what few runs vary. The names mean the same in all commands."""
 

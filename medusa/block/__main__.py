@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.heads import family, side_heads
 from draftsmith.medusa.block.initial import choose_init, mask_token, new_drafter, with_further_heads
@@ -41,12 +40,8 @@ class BlockRun(HeadsRun[BlockTrainingConfig]):
         return drafter
 
     def check_heads(self) -> None:
-        """Require a cache's features, and a head for its loss; freeze a confidence head whose loss is not wanted."""
+        """Require a cache's features; freeze a confidence head whose loss is not wanted."""
         super().check_heads()
-        side_head = self.heads.side_head
-        if (found := self.config.plain_until) and (side_head is None or side_head.candidates):
-            reason = "without a head that adds logits" if side_head is None else f"with a {side_head.title}"
-            raise InputError(f"plain_until: expected 0 {reason}, found {found:g}")
         head = self.heads.confidence_head
         if head is not None and not self.config.confidence:
             head.requires_grad_(False)  # DDP and weight decay must not touch a head without a loss

@@ -11,7 +11,7 @@ SPECULATORS = ("DFlash", "DSpark", "DFlash2")
 """Kinds of block drafters in the speculators library."""
 FAMILIES = (*SPECULATORS, "Domino")
 """Kinds of block drafters, as other tools name them."""
-MADE = ("layer_ids", "mask_token", "sliding_window", "conv_kernel_size", "causal")
+MADE = ("layer_ids", "mask_token", "sliding_window", "causal")
 """Fields that describe only new drafters."""
 DFLASH = {"anchor_guesses": False, "markov_rank": 0}
 """The fields of DFlash's drafters, where the defaults are DSpark's."""
@@ -42,19 +42,12 @@ class BlockTrainingConfig(HeadsConfig):
     given, 256 or the target's width if that is less. `heads` without such a head get one of this rank."""
     selector_rank: int = 0
     """The rank of DFlash 2's selector, which chooses each guess among the 16 most likely ones by the token before it,
-    in place of the Markov head; DFlash 2's is 256, with `anchor_guesses: false`. The guesses learn without it, and it
+    in place of the Markov head; DFlash 2's is 256, with `anchor_guesses: false`. A new drafter then also has
+    convolutions around each sublayer, in which a slot sees the one before it. The guesses learn without it, and it
     learns to choose the target's most likely token. `heads` without such a head get one of this rank."""
-    conv_kernel_size: int | None = None
-    """The slots that each slot of a new drafter sees in convolutions around each sublayer, its own included (DFlash 2);
-    0 for none. If not given 2 with a selector_rank, else none."""
     domino_rank: int = 0
     """The rank of Domino's recurrent head, which tells each guess all tokens before it, in place of the Markov head;
     Domino's is 256. `heads` without such a head get one of this rank."""
-    pure_draft_prefix_len: int = 1
-    """The first guesses of a block that a new recurrent head leaves as they are: 1 as published and in SGLang."""
-    plain_until: float = 0.0
-    """The part of training in which the loss moves from the guesses without the head that adds logits to those with it,
-    in equal steps; 0 for none. The published Domino has 1."""
     layer_ids: list[int] = field(default_factory=list)
     """The target's layers whose outputs it sees, ascending, counted from 0. If not given as many as `layers` and at
     least two, spread evenly from the second layer to the third from the end."""
@@ -83,15 +76,12 @@ class BlockTrainingConfig(HeadsConfig):
         require(self, at_least(1), "anchors")
         require(self, at_least(self.block_size), "sliding_window")
         ranks = ("markov_rank", "selector_rank", "domino_rank")
-        names = ("layer_ids", "mask_token", "confidence", "conv_kernel_size", "pure_draft_prefix_len")
-        require(self, at_least(0), *ranks, *names)
+        require(self, at_least(0), *ranks, "layer_ids", "mask_token", "confidence")
         if self.markov_rank is None and self.heads is None and any(getattr(self, name) for name in ranks):
             self.markov_rank = 0
         if len(on := [name for name in ranks if getattr(self, name)]) > 1:
             raise InputError(f"{on[0]}: expected 0 with {on[1]}, found {getattr(self, on[0])}")
-        if self.selector_rank and self.conv_kernel_size is None and self.heads is None:
-            self.conv_kernel_size = 2
-        require(self, at_least(0) & at_most(1), "dpace", "plain_until")
+        require(self, at_least(0) & at_most(1), "dpace")
         if not self.anchor_guesses and self.block_size < 2:
             raise InputError(f"block_size: expected at least 2 without anchor_guesses, found {self.block_size}")
         if self.heads is not None:

@@ -24,6 +24,8 @@ LIKE_OURS = ("llama", "mistral", "qwen3")
 """Families whose decoder layers match ours, apart from norms of queries and keys that some do not have."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 NORMS = ("input_layernorm", "post_attention_layernorm")
+CONVOLVED = 2
+"""The slots that each slot of a new DFlash 2 drafter sees in its convolutions, its own included."""
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -43,7 +45,7 @@ def new_drafter(
         block_size=config.block_size,
         anchor_guesses=config.anchor_guesses,
         sliding_window=config.sliding_window,
-        conv_kernel_size=config.conv_kernel_size or 0,
+        conv_kernel_size=CONVOLVED if config.selector_rank else 0,
         is_causal=config.causal,
         base_model_name_or_path=config.target,
         **{name: value for head in heads.HEADS for name, value in head.new_fields(config, width).items()},

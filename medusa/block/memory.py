@@ -29,9 +29,8 @@ class BlockPlan(FeaturePlan):
         return drafter if config.heads is None else with_further_heads(drafter, config)[0]  # type: ignore[no-any-return]
 
     def make_trainer(self) -> Any:
-        """Return the run's trainer without data, before its first step: with `plain_until` it has both guesses."""
+        """Return the run's trainer without data."""
         trainer, length = super().make_trainer(), self.batch.length
-        trainer.state.max_steps = 1
         # Statistics of the guesses are not counted: with top-k or top-p they read logits, which have no data.
         trainer._statistics = lambda blocks, *_: GuessStats(*torch.zeros(2, len(blocks.labels)))
         share = anchors_of(self.config.anchors, length) / length

@@ -171,13 +171,8 @@ class BlockTrainer(FeatureTrainer):
             reached_BNK = reach(stats.q_M.view_as(blocks.weights_BNK), blocks.weights_BNK > 0, config.dpace)
             # The weights themselves have no gradient.
             blocks.weights = [(blocks.weights_BNK * reached_BNK).flatten()]
-        anchored = self._anchored()
-        states, shares = [learned], [1.0 - anchored]
-        if anchored > 0:
-            states, shares = [*states, self._plain(hidden_BNSH, states_ME)], [*shares, anchored]
-        blocks.weights *= len(states)
         teacher = target_states.hidden, self.teacher_head
-        loss = self.chain_loss(blocks, [(guesses, learned_head) for guesses in states], teacher, shares)
+        loss = self.chain_loss(blocks, [(learned, learned_head)], teacher)
         if self.chooses:
             loss = loss + self._choice(tokens_MX, states_ME, head, blocks.weights[0])
         if config.confidence > 0 and stats is not None:
@@ -222,16 +217,6 @@ class BlockTrainer(FeatureTrainer):
 
         labels_MX, sizes = torch.cat([tokens_MK, places_M1], dim=1), self.vocabulary.sizes(self.sizes)
         return chunked_sum(features, weights_M[:, None], labels_MX, states_ME, head, None, sizes)[0]
-
-    def _anchored(self) -> float:
-        """Return the share of the plain guesses in the loss, which falls from 1 to 0 in a part of the run (Domino)."""
-        last = self.config.plain_until * self.state.max_steps
-        return max(0.0, 1.0 - self.state.global_step / last) if last else 0.0
-
-    def _plain(self, hidden_BNSH: Tensor, states_ME: Tensor) -> Tensor:
-        """Return the states of guesses to whose logits no head adds."""
-        plain_MH = self.heads.guessing(hidden_BNSH).flatten(0, 2)
-        return nn.functional.pad(plain_MH, (0, states_ME.shape[1] - plain_MH.shape[1]))
 
     def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Call a function of states where the map of the head that adds logits is whole (ZeRO-3, FSDP2)."""

@@ -25,14 +25,14 @@ class Medusa(HeadsKind):
     recipe = Recipe(
         "medusa",
         "trains Medusa or Hydra heads on the target's hidden states",
-        "draftsmith.medusa",
+        "draftsmith.medusa.heads",
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
         "draftsmith.medusa.heads.memory:MedusaPlan",
         made=("draft_vocabulary",),
     )
     tree_key, tree_alone = "medusa_choices", True
     formats = ("own", "vllm", "fasterdecoding")
-    launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
+    launched, verifiable = ("vllm",), ("vllm", "fasterdecoding")
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether these are heads in any format: ours, vLLM's or FasterDecoding's."""

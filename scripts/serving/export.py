@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -74,14 +73,13 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
         model = load_model(target, field="target", dtype="float32", trust_remote_code=code)
         return model, drafter(model)
 
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "timeout": config.timeout}
     model_config = load_config(target, field="target", trust_remote_code=code)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and (needed := room(served, prompts, config.max_new_tokens)) > positions:
         text = f"prompts of at most {PROMPT_TOKENS} tokens, their texts and two rounds' drafts"
         raise InputError(f"max_new_tokens: expected {text} within the target's {positions} positions, found {needed}")
-    options["overrides"] = kind.overrides(model_config)
-    return verify(python, target, served, prompts, load, trust_remote_code=code, **options)
+    overrides = kind.overrides(model_config)
+    return verify(python, target, served, prompts, load, config.max_new_tokens, code, overrides)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,9 +12,9 @@ from engine import TARGET, Served, end, extracting, vllm_server
 from pipelines import block_configured, configured, eagle_configured, furthest, heads_configured, history
 
 from draftsmith.distill.__main__ import distill
-from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as medusa
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 

@@ -37,7 +37,7 @@ def planned(pipeline: Path, processes: int) -> dict[str, dict]:
             **{"markov_rank": 0, "selector_rank": 4, "anchor_guesses": False, "block_size": 4},
             "training": {"max_steps": 3},
         },
-        "recurrent": {"markov_rank": 0, "domino_rank": 4, "plain_until": 1.0, "training": {"max_steps": 3}},
+        "recurrent": {"markov_rank": 0, "domino_rank": 4, "training": {"max_steps": 3}},
     }
 
 

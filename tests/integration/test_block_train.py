@@ -59,7 +59,7 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
     hidden = block_states(drafter, target.get_input_embeddings(), context, Anchors.at(positions, ids, positions))[0]
     head, length = drafter.head_for(target), ids.shape[1]
     count = min(trainer.count, length - 1)
-    silent, config = drafter.config.silent, trainer.config
+    silent = drafter.config.silent
     slots = positions[0, :, None] + torch.arange(drafter.config.block_size) - silent
     before, guessing = ids[0, slots.clamp(0, length - 1)], drafter.guessing(hidden)
 
@@ -67,11 +67,9 @@ def guesses_of(trainer: BlockTrainer, sample: dict) -> tuple[Tensor, list[Tensor
         return [q[: length - 1 - k, k].double() for k in range(count)]
 
     plain = drafter.logits(guessing, None, head)
-    anchored = 1 - 2 / (8 * config.plain_until) if config.plain_until else 0.0
-    other = (1.0 if trainer.chooses else anchored, by_guess(plain))
     sides = drafter.sides(hidden, before, trainer.embed)
     every = by_guess(head.finish(head.project(guessing) + drafter.side_head.out(sides))) if trainer.chooses else []
-    return p_logits, by_guess(drafter.logits(guessing, sides, head)), hidden, other, every
+    return p_logits, by_guess(drafter.logits(guessing, sides, head)), hidden, by_guess(plain), every
 
 
 def choice(plain: Tensor, scores: Tensor, p_logits: Tensor, count: int) -> Tensor:
@@ -91,7 +89,7 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
         ids = torch.tensor(sample["input_ids"])
         labels = sample["input_ids"] if config.prompt_loss else sample["labels"]
         columns = {t for t, label in enumerate(labels) if label != IGNORED and t > 0}
-        p_logits, guesses, hidden, (share, plainly), every = guesses_of(trainer, sample)
+        p_logits, guesses, hidden, plainly, every = guesses_of(trainer, sample)
         for a in range(len(ids) - 1):
             count = next((k for k in range(len(guesses)) if not {a, a + k + 1} <= columns), len(guesses))
             alpha, reached, known = config.dpace, 1.0, []
@@ -110,11 +108,8 @@ def eager(trainer: BlockTrainer, samples: list[dict]) -> Tensor:
                 value = valued(q)
                 if alpha is not None:
                     reached *= (1 - alpha) * (q.softmax(-1) * hit).sum().item() + alpha
-                values = [] if trainer.chooses else [(1.0 - share, value)]
-                values += [(share, valued(plainly[k][a][: len(kept)]))] if share else []
-                weighed = sum(
-                    share * weight * one[name] for share, one in values for name, weight in config.terms.items()
-                )
+                learned = valued(plainly[k][a][: len(kept)]) if trainer.chooses else value
+                weighed = sum(weight * learned[name] for name, weight in config.terms.items())
                 if trainer.chooses:
                     plain, scores = (logits[k][a][: len(kept)] for logits in (plainly, every))
                     weighed = weighed + choice(plain, scores, p_logits[a + k][kept], drafter.side_head.candidates)
@@ -157,10 +152,10 @@ CASES = {
     "confidence without a Markov head": {"confidence": 1.0, "markov_rank": 0},
     "DFlash 2": DFLASH2 | {"layers": 2},
     "DFlash 2, D-PACE, cut vocabulary": DFLASH2 | {"anchor_guesses": True, "draft_vocabulary": 20, "dpace": 0.5},
-    "DFlash 2's choices, confidence": DFLASH2 | {"conv_kernel_size": 0, "confidence": 1.0, "divergence": "tvd"},
+    "DFlash 2's choices, confidence": DFLASH2 | {"confidence": 1.0, "divergence": "tvd"},
     "DFlash 2, looks outside": DFLASH2 | {"draft_vocabulary": 20, "divergence": {"tvd": 1.0}},
     "Domino": DOMINO,
-    "Domino's own loss": DOMINO | {"plain_until": 0.75, "divergence": "cross_entropy", "anchor_guesses": False},
+    "Domino, hard labels": DOMINO | {"divergence": "cross_entropy", "anchor_guesses": False},
     "Domino with confidence, cut vocabulary": DOMINO | {"confidence": 1.0, "draft_vocabulary": 20},
     "JetSpec": {"anchor_guesses": False, "markov_rank": 0, "layers": 2, "causal": True},
     "blocks longer than texts": {"block_size": 9},
@@ -176,7 +171,6 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     for head in (trainer.heads.candidate_selector, trainer.heads.domino_head):
         for parameter in () if head is None else head.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-    trainer.state.max_steps, trainer.state.global_step = 8, 2
     if trainer.args.activation_checkpointing:  # as `train` does
         trainer.heads.activation_checkpointing_enable()
         trainer.heads.train()
@@ -359,15 +353,9 @@ def test_features_of_a_cache_train_what_the_target_does(pipeline, tmp_path, init
         ({"layer_ids": [7]}, "target_layer_ids: expected ascending depths"),
         ({"selector_rank": 2}, "markov_rank: expected 0 with selector_rank, found 4"),
         (
-            {"selector_rank": 2, "markov_rank": 0, "plain_until": 0.5},
-            "plain_until: expected 0 with a candidate selector",
-        ),
-        (
             {"selector_rank": 2, "domino_rank": 3, "markov_rank": None},
             "selector_rank: expected 0 with domino_rank, found 2",
         ),
-        ({"markov_rank": 0, "plain_until": 0.5}, "plain_until: expected 0 without a head that adds logits, found 0.5"),
-        ({"plain_until": 1.5}, "plain_until: expected at least 0 and at most 1, found 1.5"),
         ({"heads": "somewhere", "mask_token": 4}, "mask_token: expected none with heads, which have their own"),
     ],
 )
@@ -394,9 +382,7 @@ def test_a_dflash_drafter_gets_dsparks_heads_without_a_loss(pipeline, tmp_path, 
     losses = [trainer.compute_loss(trainer.heads, batch_of(trainer, samples)) for trainer in (first, same, larger)]
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     assert losses[2].item() == pytest.approx(losses[0].item(), rel=1e-6)
-    options = {"markov_rank": None, "domino_rank": 4, "plain_until": 0.5}
-    recurrent = untrained(block_configured(pipeline, tmp_path / "on", **earlier, **options))
-    recurrent.config.plain_until = 0.0
+    recurrent = untrained(block_configured(pipeline, tmp_path / "on", **earlier, markov_rank=None, domino_rank=4))
     loss = recurrent.compute_loss(recurrent.heads, batch_of(recurrent, samples)).item()
     assert loss == pytest.approx(losses[0].item(), rel=1e-6)
     assert " and a new recurrent head" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as medusa
 from draftsmith.train.cli import run
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 

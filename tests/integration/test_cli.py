@@ -11,7 +11,7 @@ from accelerate.commands.config import config_args
 from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa import __main__ as heads_command
+from draftsmith.medusa.heads import __main__ as heads_command
 from draftsmith.scripts import cli
 
 HELP = """
@@ -116,7 +116,7 @@ def test_a_file_of_accelerates_says_how_many(machine, tmp_path):
     file = str(tmp_path / "cpu.yaml")
     command, _ = cli.launch_command("medusa", ["--accelerate-config", file, "--config", "c.yaml"])
     assert command[1:5] == ["-m", "accelerate.commands.launch", "--config_file", file]
-    assert command[5:] == ["-m", "draftsmith.medusa", "--config", "c.yaml"]
+    assert command[5:] == ["-m", "draftsmith.medusa.heads", "--config", "c.yaml"]
 
 
 def test_several_machines_are_passed_on(machine, tmp_path):

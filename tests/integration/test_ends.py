@@ -8,9 +8,9 @@ from pipelines import block_configured, configured, eagle_configured, heads_conf
 
 from draftsmith.distill.__main__ import DistillRun
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa.__main__ import MedusaRun
 from draftsmith.medusa.block.__main__ import BlockRun
 from draftsmith.medusa.eagle.__main__ import EagleRun
+from draftsmith.medusa.heads.__main__ import MedusaRun
 from draftsmith.scripts.doctor.command import main as doctor
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.data.examples import training_examples

@@ -69,7 +69,6 @@ def test_bad_input_is_one_line(heads_dir, tmp_path, capsys):
         "--format",
         "target",
     )
-    refused("by_rank: expected none with EAGLE-3 heads", "--heads", heads_dir, "--format", "vllm", "--by_rank", "true")
     refused("draft_length: expected it with vllm or sglang or speculators, found it with own", "--heads", heads_dir,
             "--format", "own", "--draft_length", 2)  # fmt: skip
     weights = heads_dir / "model.safetensors"

@@ -32,7 +32,7 @@ class Engine:
         self.heads = cache(lambda directory: import_heads(directory).float())
         self.change = lambda place, answer: answer
 
-    def __call__(self, python, jobs, timeout):
+    def __call__(self, python, jobs):
         self.jobs = jobs
         return EngineRun("0.32.0", "cpu", [self.change(i, self.answer(job)) for i, job in enumerate(jobs)])
 

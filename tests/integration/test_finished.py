@@ -10,8 +10,8 @@ from pipelines import configured, eagle_configured, furthest, heads_configured, 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as medusa
 from draftsmith.train.trainer import RecipeTrainer
 
 RECIPES = {

@@ -7,8 +7,8 @@ from pipelines import configured, eagle_configured, heads_configured
 
 from draftsmith.distill import __main__ as distillation
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as medusa
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.runs import save_model

@@ -15,8 +15,8 @@ from draftsmith.decode import autoregressive_generate, replay_acceptance, specul
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill_command
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa import __main__ as medusa_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
+from draftsmith.medusa.heads import __main__ as medusa_command
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from draftsmith.distill import __main__ as distill
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as medusa
 from draftsmith.scripts import cli
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.options import LoraOptions

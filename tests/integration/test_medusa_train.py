@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa import __main__ as command
 from draftsmith.medusa import trainer as medusa_trainer
+from draftsmith.medusa.heads import __main__ as command
 from draftsmith.medusa.heads import trainer as module
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.replay import replay_heads, replay_ranks

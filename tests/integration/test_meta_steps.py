@@ -18,9 +18,9 @@ from transformers import TrainingArguments
 from draftsmith.decode.cache.kernels import CudaKernels
 from draftsmith.distill import __main__ as distilling
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa import __main__ as heads
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as heads
 from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
@@ -65,7 +65,7 @@ STEPS = {
     "DFlash": ("block", {"markov_rank": 0, "anchor_guesses": False, "layers": 2}),
     "DSpark, packed": ("block", {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0} | PACKED),
     "DFlash 2": ("block", {"markov_rank": 0, "selector_rank": 8, "anchor_guesses": False}),
-    "Domino": ("block", {"markov_rank": 0, "domino_rank": 8, "plain_until": 0.5, "causal": True}),
+    "Domino": ("block", {"markov_rank": 0, "domino_rank": 8, "causal": True}),
     "DSpark, cut vocabulary": ("block", {"draft_vocabulary": 50, "divergence": "cross_entropy", "dpace": 0.5}),
 }
 

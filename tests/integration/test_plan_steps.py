@@ -9,9 +9,9 @@ from conftest import tiny_llama
 from pipelines import block_configured, configured, eagle_configured, heads_configured, mtp_configured
 
 from draftsmith.distill.__main__ import distill
-from draftsmith.medusa.__main__ import train_heads as train_medusa
 from draftsmith.medusa.block.__main__ import train_block
 from draftsmith.medusa.eagle.__main__ import train_heads
+from draftsmith.medusa.heads.__main__ import train_heads as train_medusa
 from draftsmith.medusa.mtp.__main__ import train_heads as train_mtp
 from draftsmith.scripts.plan import planned_run
 from draftsmith.train import launch

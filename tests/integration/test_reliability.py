@@ -18,7 +18,7 @@ from waits import Waits
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.medusa import __main__ as heads_command
+from draftsmith.medusa.heads import __main__ as heads_command
 from draftsmith.train import checkpoint
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.generate import load_completions

@@ -19,7 +19,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import DistillRun
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.draft_init import make_draft
-from draftsmith.medusa.__main__ import MedusaRun
 from draftsmith.medusa.base import FIXED
 from draftsmith.medusa.block.__main__ import BlockRun
 from draftsmith.medusa.block.formats import export as block_formats
@@ -27,6 +26,7 @@ from draftsmith.medusa.block.formats.importing import import_block
 from draftsmith.medusa.eagle.__main__ import EagleRun
 from draftsmith.medusa.eagle.formats import export as eagle_formats
 from draftsmith.medusa.eagle.formats.importing import import_eagle
+from draftsmith.medusa.heads.__main__ import MedusaRun
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.scripts import cli
 from draftsmith.train.data.examples import training_examples

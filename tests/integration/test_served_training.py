@@ -23,9 +23,9 @@ from torch import nn
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
-from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.heads import __main__ as medusa
 from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train.models import load_model
 

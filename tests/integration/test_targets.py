@@ -24,11 +24,11 @@ from draftsmith.decode.cache.layers import Layer
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill_command
 from draftsmith.distill.draft_init import text_model
-from draftsmith.medusa import __main__ as medusa_command
 from draftsmith.medusa.block import __main__ as block_command
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle import __main__ as eagle_command
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.heads import __main__ as medusa_command
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.scripts import pair
 from draftsmith.scripts.cli import main

@@ -21,9 +21,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa import __main__ as heads_command
 from draftsmith.medusa.block import __main__ as block_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
+from draftsmith.medusa.heads import __main__ as heads_command
 from draftsmith.medusa.mtp import __main__ as mtp_command
 from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate

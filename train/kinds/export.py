@@ -43,9 +43,6 @@ class ExportOptions:
     """Tokens drafted a round, in the launch line. If not given: the number that it drafts at once, or 4."""
     draft_lengths: str | None = None
     """draft_lengths.json that `measure` wrote: vLLM's launch line then gives the draft length for each load."""
-    by_rank: bool = False
-    """Leave out parts that a format cannot express if they change logits but not their order: softcapping and a scale.
-    Readers of these formats draft the most likely tokens, which stay the same."""
     verify: str | None = None
     """`vllm`: let vLLM decode prompts with the export, at temperature 0 in float32, and compare its texts and counts
     with this decoder's. For draft models, and heads in a format that vLLM loads, with their target."""
@@ -58,8 +55,6 @@ class ExportOptions:
     """Verify with the first N prompts."""
     max_new_tokens: int = 64
     """Tokens of each text that is compared."""
-    timeout: int = 1800
-    """The most seconds that vLLM may take in all."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 
@@ -70,7 +65,7 @@ class ExportOptions:
             found = f"format {self.format}" if self.draft_length is None else f"draft_length {self.draft_length}"
             raise InputError(f"draft_lengths: expected format vllm and no draft_length with it, found {found}")
         require(self, one_of(ENGINES), "verify")
-        require(self, at_least(1), "limit", "max_new_tokens", "timeout")
+        require(self, at_least(1), "limit", "max_new_tokens")
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,6 @@ class DrafterKind(ABC):
     """The formats that `draftsmith export` writes; empty where it cannot be exported."""
     launched: ClassVar[tuple[str, ...]] = ()  # the formats whose launch line contains γ
     verifiable: ClassVar[tuple[str, ...]] = ()  # the formats that `--verify vllm` decodes with
-    drops_by_rank: ClassVar[bool] = False
-    """True if `--by_rank` can leave out operations that change logits but not their order."""
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether a directory with this config.json holds a drafter of this kind."""
@@ -132,8 +130,6 @@ class DrafterKind(ABC):
         if not self.formats:
             raise self.no_formats()
         check_format(str(config.format), self.formats)
-        if config.by_rank and not self.drops_by_rank:
-            raise InputError(f"by_rank: expected none with {self.title}, which need it nowhere, found it")
         for name, formats, is_set in (
             ("draft_length", self.launched, config.draft_length is not None),
             ("verify", self.verifiable, config.verify is not None),

@@ -75,8 +75,8 @@ class Domino(SideHead):
     @classmethod
     def new_fields(cls, config: Any, width: int) -> dict[str, Any]:
         """Return the rank that a run asks for, with the published ratio."""
-        rank, prefix = config.domino_rank, config.pure_draft_prefix_len
-        return {"emb_dim": rank, "gru_hidden_dim": WIDER * rank, "pure_draft_prefix_len": prefix} if rank else {}
+        rank = config.domino_rank
+        return {"emb_dim": rank, "gru_hidden_dim": WIDER * rank, "pure_draft_prefix_len": 1} if rank else {}
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Return zeros, (…, G)."""

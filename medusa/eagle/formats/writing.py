@@ -27,9 +27,7 @@ GAMMA = 4
 DEPTHS = "eagle_aux_hidden_state_layer_ids"
 
 
-def eagle_refusal(
-    heads: EagleHeads, format: str, target: PreTrainedModel | None = None, by_rank: bool = False
-) -> str | None:
+def eagle_refusal(heads: EagleHeads, format: str, target: PreTrainedModel | None = None) -> str | None:
     """Return why a server's format cannot hold the heads, and the way out, or None."""
     config = heads.config
     if format == "own":

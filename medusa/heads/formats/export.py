@@ -47,7 +47,7 @@ def _card(heads: MedusaHeads, format: str, source: Path | None) -> str:
 
 def _announce(config: ExportOptions, heads: MedusaHeads, target: PreTrainedModel | None) -> None:
     format = str(config.format)
-    if refusal(heads, check_format(format), None, config.by_rank) is None:
+    if refusal(heads, check_format(format)) is None:
         written = f"# writes {size(written_bytes(heads, format, config.dtype))} of weights to {config.output}"
         if target is not None:
             written += f"; the target's own take {size(sum(p.numel() * p.element_size() for p in target.parameters()))}"

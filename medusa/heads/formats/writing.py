@@ -37,10 +37,8 @@ def check_format(format: str) -> str:
     return one_of_formats(format, FORMATS)
 
 
-def refusal(
-    heads: MedusaHeads, format: str, target: PreTrainedModel | None = None, by_rank: bool = False
-) -> str | None:
-    """Return why a format cannot hold the heads, and the way out, or None; `by_rank` as in `write`."""
+def refusal(heads: MedusaHeads, format: str, target: PreTrainedModel | None = None) -> str | None:
+    """Return why a format cannot hold the heads, and the way out, or None."""
     config = heads.config
     if format == "own":
         return None
@@ -49,12 +47,6 @@ def refusal(
         return f"Hydra heads, which see the tokens drafted before; {stay}"
     if config.lm_head_bias:
         return f"language-model heads with a bias; {stay}"
-    finish = {"final_logit_softcapping": config.final_logit_softcapping}
-    if format != "vllm":
-        finish["logit_scale"] = None if config.logit_scale == 1 else config.logit_scale
-    for name, value in finish.items():
-        if value is not None and not (by_rank and value > 0):
-            return f"{name} {value}; by_rank leaves out what changes logits but not their order"
     if config.truncated_vocab_size < config.vocab_size and (format != "vllm" or config.truncated_vocab_size == 1):
         ways = "take vllm" if config.truncated_vocab_size > 1 else stay
         return f"a truncated vocabulary of {config.truncated_vocab_size} tokens; {ways}"
@@ -76,11 +68,15 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
     return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
 
 
-def adapt_heads(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
-    """Return the heads in the format's terms, on the CPU: rounded, and with the heads and biases that it needs."""
+def adapt_heads(heads: MedusaHeads, format: str, dtype: torch.dtype) -> MedusaHeads:
+    """Return the heads in the format's terms, on the CPU: rounded, and with the heads and biases that it needs.
+
+    What no format holds but ours, a softcap and perhaps a scale, is left out: readers draft the most likely tokens, and
+    these stay the same.
+    """
     config: Any = copy.deepcopy(heads.config)
     tensors = heads.state_dict()
-    if by_rank and format != "own":
+    if format != "own":
         config.final_logit_softcapping = None
         config.logit_scale = config.logit_scale if format == "vllm" else 1.0
     if format == "fasterdecoding":
@@ -126,6 +122,11 @@ def config_fields(heads: MedusaHeads, format: str) -> dict[str, Any]:
 def notes(heads: MedusaHeads, format: str) -> list[str]:
     """Return what readers leave out."""
     config, lines = heads.config, []
+    left_out = {"final_logit_softcapping": config.final_logit_softcapping is not None}
+    left_out["logit_scale"] = format == "fasterdecoding" and config.logit_scale != 1
+    lines += [
+        f"{name} is left out: the order of logits stays" for name, out in left_out.items() if out and format != "own"
+    ]
     if format == "vllm" and config.truncated_vocab_size < config.vocab_size:
         lines.append(
             f"vLLM 0.32 loads no cut vocabulary: heads of {config.truncated_vocab_size} tokens are written with all "

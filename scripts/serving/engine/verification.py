@@ -42,7 +42,6 @@ def verify(
     prompts: Sequence[Sequence[int]],
     load: Callable[[], tuple[PreTrainedModel, Proposer]],
     max_new_tokens: int = 64,
-    timeout: float = 1800.0,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[str]:
@@ -59,7 +58,7 @@ def verify(
     jobs = [Job(target, speculative=None, **common)]
     jobs += [Job(form.target or target, speculative=dict(form.speculative), **common) for form in served]
     with phase(f"vLLM decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
-        run = run_jobs(python, jobs, timeout)
+        run = run_jobs(python, jobs)
     vllm, (plain, *answers) = f"vLLM {run.version}", run.answers
     if isinstance(plain, EngineFailure):
         raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from pipelines import training_data
 
-from draftsmith.medusa.__main__ import scale_logits
 from draftsmith.medusa.eagle import initial as eagle_initial
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
+from draftsmith.medusa.heads.__main__ import scale_logits
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.target_states import states_from_forward
 from draftsmith.train.data import first_look

@@ -1,4 +1,4 @@
-"""`accelerate launch -m draftsmith.medusa --config configs/medusa/tiny.yaml`."""
+"""`accelerate launch -m draftsmith.medusa.heads --config configs/medusa/tiny.yaml`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,7 +100,7 @@ def train_heads(config: MedusaTrainingConfig, kept: StateCache | None = None) ->
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the config and train."""
-    launch(MedusaTrainingConfig, train_heads, argv, prog="draftsmith.medusa")
+    launch(MedusaTrainingConfig, train_heads, argv, prog="draftsmith.medusa.heads")
 
 
 if __name__ == "__main__":
