@@ -13,7 +13,6 @@ from pipelines import (
     furthest,
     heads_configured,
     history,
-    mtp_configured,
 )
 from process_jobs import eagled
 from processes import forked
@@ -26,7 +25,6 @@ from draftsmith.distill.__main__ import distill
 from draftsmith.medusa.block import __main__ as block
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.heads import __main__ as medusa
-from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train.models import load_model
 
 TRAINING = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2}
@@ -42,11 +40,6 @@ KINDS = {
         medusa.train_heads,
         heads_configured,
         {"hydra": True, "training": {"dataloader_num_workers": 0, "gradient_accumulation_steps": 2}},
-    ),
-    "MTP layers, without the last batch": (
-        mtp.train_heads,
-        mtp_configured,
-        {"num_steps": 2, "training": {"dataloader_drop_last": True, "per_device_train_batch_size": 8}},
     ),
     "a draft model": (distill, configured, {}),
 }
