@@ -1,9 +1,8 @@
-"""Checks of `draftsmith doctor` on servers that give a target's states: who they are, what they give, and how fast."""
+"""Checks of `draftsmith doctor` on servers that give a target's states: who they are, and what they give."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from draftsmith.decode.clock import speed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.doctor.checks import planned
@@ -11,13 +10,11 @@ from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.kinds import run_of
 from draftsmith.train.kinds.parts import Side
-from draftsmith.train.models import DTYPES
 from draftsmith.train.teacher.served import ServedTarget, urls_of
 from draftsmith.train.teacher.served_check import (
     LENGTHS,
     check_states,
     library_at_hand,
-    measured_speed,
     require_files,
     require_served,
 )
@@ -30,7 +27,7 @@ large model accepts those that it would have written itself. So nothing of the t
 
 
 def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
-    """Ask the servers of `--teacher` what they serve, compare their states with the target's, and time them."""
+    """Ask the servers of `--teacher` what they serve, and compare their states with the target's."""
     name, remedy = "teacher", "start the servers as docs/teachers.md says"
     urls = urls_of(config.teacher)
     try:
@@ -58,12 +55,6 @@ def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
             library = library_at_hand(config.target, served.dtype, float("inf"), config.trust_remote_code)
             for found in check_states(teacher, ends, texts, library):
                 yield Finding("ok", name, str(found))
-            name, remedy = "its speed", ""
-            with phase("timing the servers"):
-                rate = measured_speed(teacher, target.head)
-            each, token = rate / len(urls), len(served.layer_ids) * served.hidden_size * DTYPES[served.dtype].itemsize
-            text = f"{speed(each)} tokens/s from each server, {each * token / 1e9:.3g} GB/s of states"
-            yield Finding("ok", name, text)
     except InputError as error:
         refused = Finding.of(error, "teacher")
         yield replace(refused, name=name, remedy=remedy)

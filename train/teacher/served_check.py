@@ -1,4 +1,4 @@
-"""Whether servers have the target that a run was told of: by its files, its head, the library's states. Their speed.
+"""Whether servers have the target that a run was told of: by its files, its head, the library's states.
 
 A head that fits says that a server's last states are those before the last norm, and of this target. Only the library
 can tell the other layers' states: it computes them where the target's weights are at hand.
@@ -6,10 +6,7 @@ can tell the other layers' states: it computes them where the target's weights a
 Shape suffixes: T tokens, n layers, H hidden, L layers of the target.
 """
 
-import random
-import secrets
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +24,7 @@ from draftsmith.train.files import identity
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, load_config
 from draftsmith.train.quantization import quantization_of
-from draftsmith.train.teacher.feature_shards import Layout
-from draftsmith.train.teacher.served import REQUESTS, ServedModel, ServedTarget
+from draftsmith.train.teacher.served import ServedModel, ServedTarget
 from draftsmith.train.teacher.target_ends import load_on_disk
 
 AT_HAND = 8e9
@@ -41,9 +37,6 @@ SHARES = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.08, torch.
 """The most by which a layer's states may differ from the library's, as a share of their norm."""
 QUANTIZED = 4.0
 """How much more they may differ for a quantised target, whose products servers and library round differently."""
-
-TIMED_TOKENS, TIMED_SECONDS = 1024, 4.0
-"""The tokens of a text that servers are timed with, and about the seconds that they are."""
 
 
 @dataclass(frozen=True)
@@ -220,22 +213,3 @@ def library_at_hand(path: str, dtype: str, most: float = AT_HAND, trust_remote_c
         return None
     with phase("reading the target to compare states"):
         return load_on_disk(path, dtype, trust_remote_code=trust_remote_code)
-
-
-def measured_speed(teacher: ServedTarget, vocab_size: int) -> float:
-    """Return the tokens a second of all servers together, from random texts that they have not seen."""
-    served, draws = teacher.served, random.Random(secrets.randbits(64))
-    assert served is not None
-    length = min(TIMED_TOKENS, served.max_model_len - 1)
-    layout = Layout((), served.hidden_size, "float32")
-
-    def seconds(count: int) -> float:
-        texts = [[draws.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
-        start = time.perf_counter()
-        for _ in teacher.states(layout, texts):
-            pass
-        return time.perf_counter() - start
-
-    seconds(len(teacher.urls))  # a warm-up
-    count = max(2, min(REQUESTS, round(TIMED_SECONDS / seconds(len(teacher.urls))))) * len(teacher.urls)
-    return count * length / seconds(count)

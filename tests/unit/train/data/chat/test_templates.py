@@ -84,15 +84,11 @@ TALKS = {
 }
 
 
-@pytest.mark.parametrize("shape", ["messages", "log"])
 @pytest.mark.parametrize("name", TALKS)
-def test_all_that_a_record_holds_is_in_the_text_as_the_library_writes_it(name, shape, tmp_path):
+def test_all_that_a_log_holds_is_in_the_text_as_the_library_writes_it(name, tmp_path):
     talk = TALKS[name]
     told = {"tools": [WEATHER]} if name == "tools" else {}
-    if shape == "messages":
-        record = {"messages": talk} | told
-    else:
-        record = {"request": {"messages": talk[:-1]} | told, "response": {"choices": [{"message": talk[-1]}]}}
+    record = {"request": {"messages": talk[:-1]} | told, "response": {"choices": [{"message": talk[-1]}]}}
     ids, own = given(tmp_path, record, WHOLE)
     assert ids == as_library(WHOLE, talk, **told)
     asked = encode_prompt(read(tmp_path, record, "dropped"), using(WHOLE))
