@@ -55,19 +55,15 @@ class BenchStudyConfig(BenchmarkConfig):
     """The target."""
     recipe: str = "distill"
     """The command that trains a variant that names none."""
-    base: str | None = None
-    """A config file of the recipe; configs/…/tiny.yaml of each variant's command if None."""
     common: dict[str, Any] = field(default_factory=dict)
     """Fields of all variants, such as '{"training.max_steps": 60}'."""
     variants: dict[str, dict[str, Any]] = field(default_factory=lambda: {"base": {}})
-    """Fields over the base by variant name, such as '{"tvd": {"divergence": "tvd"}}'; `command` among them is another
-    recipe."""
+    """Fields over configs/…/tiny.yaml by variant name, such as '{"tvd": {"divergence": "tvd"}}'; `command` among them
+    is another recipe."""
     equal_time: bool = False
     """Train each variant also for as many steps as take the seconds of the baseline's: of CPU time, without a GPU."""
     priced: bool = False
     """Measure what a round with each costs, those of the first seed side by side, and predict the speed-up."""
-    compiled: bool = False
-    """Measure compiled rounds."""
     drafters: dict[str, str] = field(default_factory=dict)
     """Drafters that are only replayed, by name: `DIR_OR_KIND`, as `--drafter` takes it elsewhere."""
     baseline: str | None = None
@@ -111,9 +107,8 @@ class BenchStudyConfig(BenchmarkConfig):
         """Return a variant's command and flags, from its own fields."""
         own = self.common | JUDGED_LATER | dict(fields)
         command = own.pop("command", self.recipe)
-        base = self.base if self.base and command == self.recipe else str(CONFIGS / command / "tiny.yaml")
         texts = {"target": self.target, "completions": [self.completions(side) for side in ("sampled", "greedy")]}
-        return command, ["--config", base, *flags_of(texts | own)]
+        return command, ["--config", str(CONFIGS / command / "tiny.yaml"), *flags_of(texts | own)]
 
     def completions(self, side: str) -> str:
         """Return the directory of some of the target's completions."""
@@ -236,7 +231,6 @@ def _costs(config: BenchStudyConfig) -> dict[str, dict[str, dict[str, float]]]:
         MAX_PROMPT_TOKENS + config.max_new_tokens // 2,
         MAX_PROMPT_TOKENS,
         sorted({1, *(1 + length for length in config.draft_lengths)}),
-        compiled=config.compiled,
     )
     for doubt in (line for table in tables for line in table.doubts):
         print(doubt)

@@ -170,27 +170,3 @@ class QuickstartConfig:
     output: str = "runs/quickstart"
     """The directory of prompts/, completions/, draft/, medusa/ and report.json; a second run continues from its
     content."""
-    train_prompts: int = 640
-    """Prompts from the training modules, completed by the target to distil on: two thirds sampled and one third greedy,
-    because the draft is measured under both."""
-    heldout_prompts: int = 64
-    """Prompts from the held-out modules, to select the best checkpoint on."""
-    steps: int | None = None
-    """Steps of distillation and of the heads' training; by default those of configs/distill/tiny.yaml and
-    configs/medusa/tiny.yaml."""
-    searched_prompts: int = 48
-    """More prompts from the training modules, completed greedily, to search the tree on."""
-    measured_prompts: int = 20
-    """More held-out prompts, decoded by every method."""
-    replayed_prompts: int = 128
-    """Held-out prompts to replay acceptance on: the measured ones and more. The draft was not selected on any of
-    them."""
-
-    def __post_init__(self) -> None:
-        require(self, at_least(2), "train_prompts", "heldout_prompts", "measured_prompts", "searched_prompts")
-        require(self, at_least(1), "steps")
-        if self.replayed_prompts < self.measured_prompts:
-            raise InputError(
-                f"replayed_prompts: expected at least measured_prompts ({self.measured_prompts}), found "
-                f"{self.replayed_prompts}"
-            )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,27 @@ SWITCH = "match=3,score=3"
 """The switch of a hybrid of copies and the draft on this target, as `tune` found it at T = 0."""
 
 
-def quickstart(config: QuickstartConfig, console: Console) -> Report:
+@dataclass(frozen=True)
+class Sizes:
+    """The prompts of each stage, and the steps of both trainings, None for those of their configs."""
+
+    train: int = 640
+    """Prompts to distil on: two thirds sampled and one third greedy, because the draft is measured under both."""
+    heldout: int = 64
+    """Prompts from held-out modules, to select the best checkpoint on."""
+    searched: int = 48
+    """More prompts from the training modules, to search the tree on."""
+    measured: int = 20
+    """More held-out prompts, decoded by every method."""
+    replayed: int = 128
+    """Held-out prompts to replay acceptance on, the measured ones first. The draft was not selected on any of them."""
+    steps: int | None = None
+
+
+FULL = Sizes()
+
+
+def quickstart(config: QuickstartConfig, console: Console, sizes: Sizes = FULL) -> Report:
     """Run all stages and return the report."""
     for directory in (TARGET, STOCK):
         if not directory.is_dir():
@@ -45,10 +66,10 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
         raise InputError(f"output: expected a path without {AND}, which joins drafters, found {config.output}")
     output = require_writable(config.output)
     with note_on_interrupt(lambda: _kept(output)):
-        return _stages(config, output, console)
+        return _stages(sizes, output, console)
 
 
-def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
+def _stages(sizes: Sizes, output: Path, console: Console) -> Report:
     begins = list[float]()
 
     def stage(title: str) -> None:
@@ -56,15 +77,15 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
         console.rule(f"{len(begins)}/4 {title}")
 
     stage("prepare: the target completes prompts")
-    train = stdlib_prompts(config.train_prompts, heldout=False)
-    heldout = stdlib_prompts(config.heldout_prompts + config.replayed_prompts, heldout=True)
-    selection, measured = heldout[: config.heldout_prompts], heldout[config.heldout_prompts :]
+    train = stdlib_prompts(sizes.train, heldout=False)
+    heldout = stdlib_prompts(sizes.heldout + sizes.replayed, heldout=True)
+    selection, measured = heldout[: sizes.heldout], heldout[sizes.heldout :]
     sampled = len(train) * 2 // 3
     for side, records, temperature in (
         ("sampled", train[:sampled], 1),
         ("greedy", train[sampled:], 0),
         ("heldout", selection, 1),
-        ("searched", stdlib_prompts(config.searched_prompts, heldout=False, seed=3), 0),
+        ("searched", stdlib_prompts(sizes.searched, heldout=False, seed=3), 0),
     ):
         prompts = output / "prompts" / f"{side}.jsonl"
         write_prompts(prompts, records)
@@ -78,8 +99,8 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
         "completions": [str(output / "completions" / side) for side in ("sampled", "greedy")],
         "heldout": [str(output / "completions/heldout")],
     }
-    if config.steps:
-        data |= {f"training.{name}": config.steps for name in ("max_steps", "eval_steps", "save_steps")}
+    if sizes.steps:
+        data |= {f"training.{name}": sizes.steps for name in ("max_steps", "eval_steps", "save_steps")}
     kept = StateCache()  # both recipes learn from the same texts
     fields = data | {"draft": STOCK, "training.output_dir": output / "draft"}
     _print_gain(distill(_config(DistillConfig, "distill", fields), kept), console)
@@ -95,8 +116,8 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     drafters = [str(output / name) for name in ("draft", "medusa")]
     drafters.append(f"hybrid:suffix{AND}{output / 'draft'}@{SWITCH}")  # a hybrid needs no training
     fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
-    fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
-    fields |= {"replay_limit": config.replayed_prompts, "max_new_tokens": 64, "compiled": "false"}
+    fields |= {"prompts": output / "prompts/measured.jsonl", "limit": sizes.measured}
+    fields |= {"replay_limit": sizes.replayed, "max_new_tokens": 64, "compiled": "false"}
     fields |= {"costs": "none"}  # these forecast other γ, in a minute more
     report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)

@@ -9,7 +9,7 @@ Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens unde
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice, repeat
 from typing import Any, TypeVar
@@ -65,10 +65,6 @@ class DistributionTest:
         name, test = min(self.tests.items(), key=lambda item: item[1].p_value)
         ruled_out = f"; {self.num_impossible} tokens that it rules out" if self.num_impossible else ""
         return f"the tokens' distribution is not the target's: {name}, {test}, p = {test.p_value:.2g}{ruled_out}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain JSON types."""
-        return asdict(self) | {"impossible": [list(place) for place in self.impossible]}
 
 
 def plain_texts(

@@ -19,7 +19,7 @@ from draftsmith.scripts.measure.estimates import (
     rows_of,
     same_length,
 )
-from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, Method, Row
+from draftsmith.scripts.measure.state import PROBABILISTIC, REPEATS, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.entries import RunGroup
@@ -88,7 +88,7 @@ def measured_report(measured: Measured) -> report.Report:
             **environment(pair.target.device, pair.dtype),
             compiled=settings.compiled,
             settings_by=settings.why,
-            timed=clock.turns_taken(measured.compared, config.repeats),
+            timed=clock.turns_taken(measured.compared, REPEATS),
             compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
         ),
         target=report.Target(

@@ -36,9 +36,6 @@ class MeasureConfig(Filters, PromptedTarget):
     replay_limit: int | None = None
     """Prompts to replay acceptance on, from the first: in addition to those decoded (`limit`), the target completes
     more in batches. Acceptance needs more prompts than speed does, and gets them at a fraction of the time."""
-    repeats: int = 2
-    """Times each method decodes each prompt, in turns that alternate; up to twice as many where its ratios to plain
-    decoding differ. The median ratio counts."""
     min_speedup: float | None = None
     """A gate: the lower end of the interval of the speed-up over plain decoding must exceed this."""
     min_gain: float | None = None
@@ -55,7 +52,7 @@ class MeasureConfig(Filters, PromptedTarget):
     compiled: bool | None = None
     """Compile all models, plain decoding included; null: if a short timing finds it faster."""
     threads: int | None = field(default=None, kw_only=True)
-    """CPU threads; null: the number that a short timing finds fastest."""
+    """CPU threads; torch's default if null."""
     lossless_tokens: int | None = None
     """Tokens, at least 2000, on which the distribution of each sampled run's text is tested. Null: 2000, for the
     recommended run in each setting and in all. 0: no test, and therefore no GO above T=0."""
@@ -67,7 +64,7 @@ class MeasureConfig(Filters, PromptedTarget):
         for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int)):
             setattr(self, name, numbers(getattr(self, name), kind, name))
             require_some(self, name, "number")
-        require(self, at_least(1), "repeats", "batch_size")
+        require(self, at_least(1), "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, more_than(0), "min_speedup")
         require(self, at_least(self.limit or 1), "replay_limit")

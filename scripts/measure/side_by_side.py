@@ -9,7 +9,7 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import Compared, timed_warm
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import track
-from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
+from draftsmith.scripts.measure.state import PLAIN, REPEATS, Group, Measured, Method, Row
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.train.data.decoding import left_padded
 from draftsmith.train.models import default_device
@@ -69,7 +69,7 @@ def decode_side_by_side(
     firsts = range(0, len(measured.prompt_ids[: measured.config.limit]) - batch_size + 1, batch_size)
     runs: dict[tuple[int, Method], Group] = {}
     compared = Compared(firsts, measured.methods)
-    for turn, due in enumerate(compared.turns(measured.config.repeats)):
+    for turn, due in enumerate(compared.turns(REPEATS)):
         for first, methods in track(due, f"T={temperature:g}, B={batch_size}", "batches"):
             key = "decoded", temperature, batch_size, turn, first
             kept = unfinished.kept(list[Group], *key)

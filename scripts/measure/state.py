@@ -27,6 +27,8 @@ PROBABILISTIC: Verifier = "probabilistic"
 GREEDY: Verifier = "greedy"
 """Verifiers of drafts that were drawn from q, and of the draft's argmax, which servers draft by default."""
 Replays = Mapping[tuple[float, str, Verifier], Replay]
+REPEATS = 2
+"""Times each method decodes each prompt, in turns; up to twice as many where its ratios to plain decoding differ."""
 PLAIN = ""
 """The name of plain decoding among those of drafters."""
 

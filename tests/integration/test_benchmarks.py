@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import time
-import weakref
 from importlib import import_module
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from round_counts import count, random_drafts, tiny
 
 from benchmarks import common, floor, study
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import shapes
-from benchmarks.gpu.cases import Place
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -245,15 +242,6 @@ def test_a_gpu_run_that_is_ended_ends_its_process(tmp_path, monkeypatch):
     with terminable(), pytest.raises(Terminated):
         run.work()
     assert workers[0].returncode == -signal.SIGTERM
-
-
-def test_a_step_has_no_other_model_beside_it_in_memory(tmp_path):
-    place = Place(tmp_path, torch.device("cpu"))
-    shapes.random_model.cache_clear()
-    other, own = (weakref.ref(shapes.random_model(size, place)) for size in ("0.6B", "8B"))
-    assert own() is not None
-    assert shapes.lone_model("8B", place) is shapes.lone_model("8B", place) and other() is None
-    shapes.random_model.cache_clear()
 
 
 def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, capsys):

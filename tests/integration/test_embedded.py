@@ -82,12 +82,10 @@ def short(monkeypatch):
 
 
 def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch, short):
-    config = quickstart.QuickstartConfig(
-        output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2, replayed_prompts=3,
-        searched_prompts=8,
-    )  # fmt: skip
+    config = quickstart.QuickstartConfig(output=str(tmp_path))
+    sizes = quickstart.Sizes(train=6, heldout=4, searched=8, measured=2, replayed=3, steps=2)
     console = Console(record=True, width=120)
-    report = quickstart.quickstart(config, console)
+    report = quickstart.quickstart(config, console, sizes)
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(asdict(report)))
     assert {run.proposer.kind for run in report.runs} == {"draft", "baseline_draft", "medusa", "hybrid"}
     hybrid = next(run for run in report.runs if run.proposer.kind == "hybrid")
@@ -112,14 +110,9 @@ def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monke
     monkeypatch.setattr(quickstart, "search", lambda *args, **kwargs: None)
     monkeypatch.setattr(quickstart, "print_tree", lambda *args: None)
     monkeypatch.setattr(quickstart, "measure", lambda *args: report)
-    assert quickstart.quickstart(config, console) == report
+    assert quickstart.quickstart(config, console, sizes) == report
     assert not steps
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "completions").rglob("shard-*")} == files
-
-
-def test_quickstart_refuses_to_decode_more_than_it_replays():
-    with pytest.raises(InputError, match=r"replayed_prompts: expected at least measured_prompts \(5\), found 4"):
-        quickstart.QuickstartConfig(measured_prompts=5, replayed_prompts=4)
 
 
 def test_quickstart_refuses_a_path_that_a_hybrid_would_split(tmp_path):

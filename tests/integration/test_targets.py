@@ -192,8 +192,7 @@ def test_what_decodes_refuses_a_target_without_rollback_before_its_weights_are_r
 def test_what_chooses_refuses_it_before_a_text_is_written(name, place, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("".join(f"x = {i}\n" for i in range(100)))
     flags = ["--target", str(place("gpt-neo") / "target"), "--prompts", str(tmp_path / "prompts.txt"), "--budget", "1h"]
-    flags += ["--heldout_prompts", "8", "--output", str(tmp_path / "out")]
-    flags += ["--measured_prompts", "8"] if name == "align" else []
+    flags += ["--output", str(tmp_path / "out")]
     said = refusal(lambda: main([name, *flags]), capsys)
     assert said.startswith("target: expected ") and said.endswith(f"; {NOT_HERE}")
     assert not (tmp_path / "out").exists()

@@ -85,7 +85,7 @@ def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypa
     code = main([
         "measure", "--target", str(pipeline / "target"), "--drafter", str(toy), "--prompts",
         str(tmp_path / "prompts.txt"), "--draft-length", "3", "--temperature", "0,1", "--max-new-tokens", "8",
-        "--dtype", "float32", "--threads", "1", "--compiled", "false", "--lossless-tokens", "2000",
+        "--dtype", "float32", "--threads", "1", "--compiled", "false", "--config", '{"lossless_tokens": 2000}',
         "--output", str(tmp_path / "report"),
     ])  # fmt: skip
     greedy, drawn = json.loads((tmp_path / "report/report.json").read_text())["runs"]

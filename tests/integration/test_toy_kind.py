@@ -65,7 +65,7 @@ def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypa
     code = main([
         "measure", "--target", str(pipeline / "target"), "--drafter", str(toy), "--prompts", str(prompts),
         "--draft-length", "3", "--temperature", "0,1", "--max-new-tokens", "8", "--dtype", "float32", "--threads", "1",
-        "--compiled", "false", "--lossless-tokens", "2000", "--output", str(tmp_path / "report"),
+        "--compiled", "false", "--config", '{"lossless_tokens": 2000}', "--output", str(tmp_path / "report"),
     ])  # fmt: skip
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert code == 0 and not report["failures"]

@@ -13,7 +13,7 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.scripts.choose.config import ChooseConfig
-from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, QuickstartConfig, TreeConfig
+from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, TreeConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
@@ -254,7 +254,6 @@ GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
         (EagleTrainingConfig, [*TRAIN, "--num-steps", "100000"], "num_steps: expected at most 256, found 100000"),
         (EagleTrainingConfig, [*TRAIN, "--config", "{decay: 1e300}"], "decay: expected at most 10, found 1e.300"),
         (MedusaTrainingConfig, [*TRAIN, "--config", "{decay: 1e300}"], "decay: expected at most 10, found 1e.300"),
-        (QuickstartConfig, ["--steps", "-1"], "steps: expected at least 1, found -1"),
         (CoordinatorConfig, ["--pairs", "[5]"], "pairs: expected fields and their values, found 5$"),
         (CoordinatorConfig, [*PAIRS, "--rules", "[{pair: 5}]"], r"rules\.pair: expected text or null, found 5$"),
         (CoordinatorConfig, [*PAIRS, "--log", "{path: [1]}"], r"log\.path: expected text, found \[1\]$"),

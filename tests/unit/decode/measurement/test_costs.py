@@ -1,19 +1,17 @@
 """The table of costs by hand, and its measurement by a clock that the test turns."""
 
-import copy
 import itertools
 import json
-import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import perturbed, tiny_llama
+from conftest import tiny_llama
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree
+from draftsmith.decode import InputError, Tree
 from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs, turns
@@ -22,7 +20,6 @@ from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import parse
-from draftsmith.medusa import MedusaHeads, MedusaProposer
 
 TABLE = CostTable(
     context=50,
@@ -138,43 +135,6 @@ def test_a_damaged_table_is_refused_in_one_line(field, value):
         with pytest.raises(InputError, match=r"^costs: .*expected .*, found") as error:
             parse(ValidTable, json.dumps(found), "costs")
         assert "\n" not in str(error.value)
-
-
-def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
-    target = tiny_llama(0, layers=1)
-    target.generation_config.eos_token_id = 5
-    target.generation_config.repetition_penalty = 1.1
-    before = copy.deepcopy(target.generation_config.to_dict())
-    heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
-    proposers = {
-        "draft": DraftModelProposer(perturbed(target, 0.05)), "medusa": heads, "lookup": PromptLookupProposer(),
-    }  # fmt: skip
-    text = torch.arange(40) % 7
-    monkeypatch.setattr(turns, "WRITTEN", 3)
-    distributions = {0.0: Sampler.of(0.0), 0.8: Sampler.of(0.8, top_k=20)}
-    lengths, nodes = {"draft": 3, "medusa": 2, "lookup": 3}, {"draft": 3, "medusa": 3, "lookup": None}
-    tables = measure_costs(target, proposers, lengths, text, distributions, [2, 1], 30, 12, blocks=(2, 4), repeats=1)
-    assert target.generation_config.to_dict() == before
-    assert [table.temperature for table in tables] == [0.0, 0.8]
-    for table in tables:
-        assert (table.context, table.prompt) == (30, 12)
-        assert {b: sorted(own) for b, own in table.target_seconds.items()} == {1: [1, 2, 4], 2: [1, 2, 4]}
-        figures = [s for own in table.target_seconds.values() for s in own.values()] + list(
-            table.prefill_seconds.values()
-        )
-        assert all(math.isfinite(s) and s > 0 for s in figures)
-        assert table.target_seconds is tables[0].target_seconds  # the law changes no forward
-        assert all(math.isfinite(s) for s in table.plain_overhead_seconds.values())  # noise may leave it below zero
-        assert set(table.drafters) == set(proposers)
-        for name, own in table.drafters.items():
-            assert sorted(own) == [1, 2]
-            for b, found in own.items():
-                assert all(math.isfinite(s) and s >= 0 for s in (found.start, found.step, found.prefill)), (name, b)
-                assert math.isfinite(found.overhead) and found.start + found.step > 0, (name, b)
-                if nodes[name]:
-                    assert table.at(name, b).round_seconds(lengths[name], nodes[name]) > 0, (name, b)
-        assert all(found.step == 0 for found in table.drafters["medusa"].values())  # a tree is drafted at once
-        assert parse(ValidTable, json.dumps(asdict(table)), "it") == table
 
 
 class Clock:

@@ -117,16 +117,6 @@ def test_memory_is_bounded_and_blocks_change_nothing(models, monkeypatch):
         assert min(blocks.tests[name].p_value, test.p_value) > 1e-4
 
 
-def test_p_values_are_uniform_over_right_samples(models):
-    """Of 24 uniform numbers the least is below 1e-3 with probability 2 %, and their mean off by 0.2 with 0.1 %."""
-    found = []
-    for seed in range(6):
-        tests = distribution_test(models[0], texts_of(models[0], seed=1000 * seed), SAMPLER, seed=seed).tests
-        found += [test.p_value for test in tests.values()]
-    assert len(found) == 24 and min(found) > 1e-3
-    assert abs(sum(found) / len(found) - 0.5) < 0.2
-
-
 def test_another_law_and_another_model_are_seen(models):
     target, other = models
     texts = texts_of(target, rows=80)
@@ -160,9 +150,6 @@ def test_a_token_that_the_law_rules_out_decides_and_its_place_is_told(models):
         tokens = texts[text][0]
         likely = models[0](tokens[None, :position]).logits[0, -1].topk(2).indices.tolist()
         assert position >= 3 and int(tokens[position]) not in likely
-    figures = result.to_dict()
-    assert figures["num_tokens"] == 2400 and figures["impossible"][0] == list(result.impossible[0])
-    assert set(figures["tests"]["uniform by p"]) == {"statistic", "degrees_of_freedom", "p_value"}
 
 
 def test_tokens_that_hang_together_are_seen(models):

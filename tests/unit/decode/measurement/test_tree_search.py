@@ -109,17 +109,6 @@ def test_masses_are_those_of_a_count_by_hand():
             assert found[path] == pytest.approx(mass)
 
 
-def test_masses_add_up_to_the_tokens_that_rounds_from_every_start_accept():
-    texts = [random_text(seed) for seed in range(3)]
-    masses, tree = path_masses(texts), reference_tree(3, 12)
-    cut = [text(own.ranks, most=4, limit=len(own)) for own in texts]
-    for own in cut:  # without the last token, as above
-        offsets = np.arange(len(own))[:, None] + np.arange(3)[None, :]
-        own.ranks[offsets >= len(own) - 1] = NONE
-    narrow = Tree.from_choices([p for p in tree_choices(tree) if max(p) < 4])
-    assert sum(masses.get(p, 0.0) for p in tree_choices(narrow)) == sum(own.accepted(narrow).sum() for own in cut)
-
-
 def test_accuracies_are_shares_of_the_drafted_tokens():
     # Rounds from 1, 2 and 3 draft; the last token, of index 3, is not drafted where the length limit ends the text.
     found = rank_accuracies([text([[9, 9], [0, 1], [2, 9], [9, 9]], most=3, limit=9)])

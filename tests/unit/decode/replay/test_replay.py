@@ -64,14 +64,6 @@ def test_expected_rounds_is_the_sum_over_all_patterns(n, draft_length):
         assert float(rounds[row]) == pytest.approx(enumerated(a[row], draft_length), abs=1e-12)
 
 
-@pytest.mark.parametrize("draft_length", [1, 2, 4, 8])
-def test_closed_forms(draft_length):
-    for n in (1, 4, 5, 9, 40):
-        lengths = torch.tensor([n])
-        assert float(expected_rounds(torch.ones(1, n), lengths, draft_length)) == math.ceil(n / (draft_length + 1))
-        assert float(expected_rounds(torch.zeros(1, n), lengths, draft_length)) == n
-
-
 def test_the_last_token_and_what_lies_past_a_text_change_nothing():
     a = random_a(6, 0)[None, :]
     changed = torch.cat([a[:, :5], 1 - a[:, 5:], torch.full((1, 3), float("nan"), dtype=torch.float64)], dim=1)
