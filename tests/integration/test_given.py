@@ -43,6 +43,11 @@ def described(pair_dirs, tmp_path):
     return make
 
 
+def flags(cfg: PrepareConfig) -> list[str]:
+    names = ("target", "prompts", "output", "shard_size", "answers")
+    return [part for name in names for part in (f"--{name}", str(getattr(cfg, name)))]
+
+
 def conversation(*turns: str) -> list[dict]:
     return [{"role": ["user", "assistant"][i % 2], "content": turn} for i, turn in enumerate(turns)]
 
@@ -123,12 +128,7 @@ def test_conversations_longer_than_the_positions_are_left_out_and_named(config, 
     again = prepare(config())
     assert (again.kept, again.written, again.left_out) == (4, 0, ["long"])
     cfg = config()
-    flags = [
-        part
-        for name in ("target", "prompts", "output", "shard_size")
-        for part in (f"--{name}", str(getattr(cfg, name)))
-    ]
-    assert main([*flags, "--answers", "given"]) == 0
+    assert main(flags(cfg)) == 0
     assert "1 too long for the target's positions: long" in capsys.readouterr().out
     path = Path(cfg.prompts).with_name("long.jsonl")
     path.write_text(json.dumps(RECORDS[3]) + "\n")
@@ -147,12 +147,7 @@ def test_samples_without_a_token_to_learn_from_are_named(config, capsys):
     assert row["prompt_length"] == len(row["input_ids"])
     assert not any(row["loss_mask"])
     assert "silent" not in [row["id"] for row in training_examples([cfg.output])]
-    flags = [
-        part
-        for name in ("target", "prompts", "output", "shard_size")
-        for part in (f"--{name}", str(getattr(cfg, name)))
-    ]
-    main([*flags, "--answers", "given"])
+    main(flags(cfg))
     assert "1 samples: silent" in capsys.readouterr().out
 
 
