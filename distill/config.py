@@ -53,17 +53,6 @@ class DraftInit:
     of L for i = 0…n − 1), the first n, and the first n − 1 with the last. It also sets the scale of the last norm. Of a
     target with layers of recurrent or convolution states, all these keep some layers with attention, and the evenly
     spaced ones alternate as the target's do."""
-    hidden_size: int | None = None
-    """Residual channels of a carved draft: those into which attention and MLPs write with the largest norm. This is the
-    costliest cut: a quarter fewer channels cost the embedded target's 6 layers more than 4 of the layers do. Embeddings
-    that a family scales by the hidden size (Gemma) are scaled by the new one."""
-    attention_heads: int | None = None
-    """Query heads of a carved draft, in whole groups that share a key-value head: in each layer those whose columns of
-    the output projection have the largest norm. Heads keep their width; vLLM assumes hidden_size ÷ heads for Qwen 2,
-    so cut both in proportion there."""
-    intermediate_size: int | None = None
-    """MLP channels of a carved draft: in each layer those whose columns of the down projection have the largest norm
-    (cf. Minitron, Muralidharan et al. 2024, section 2.2, which ranks by activations)."""
     config: dict[str, Any] | None = None
     """Random weights: changes to the target's config, such as {num_hidden_layers: 2, hidden_size: 512}. All other
     fields, including the width of heads (head_dim), the tokenizer and the family are the target's."""
@@ -85,17 +74,10 @@ class DraftInit:
     def __post_init__(self) -> None:
         if self.layers is not None and self.config is not None:
             raise InputError("init: expected one of layers and config, found both")
-        sizes = ("hidden_size", "attention_heads", "intermediate_size")
-        require(self, at_least(1), *sizes, prefix="init.")
         require(self, at_least(2), "draft_vocabulary", prefix="init.")
         require(self, one_of(("none", "embeddings")), "share", prefix="init.")
-        for name in sizes:
-            if getattr(self, name) is not None and self.layers is None:
-                raise InputError(f"init.layers: expected the layers to carve with init.{name}, found none")
         if self.share == "embeddings" and self.layers is None and self.config is None:
             raise InputError("init.share: expected init.layers or init.config with it, found neither")
-        if self.share == "embeddings" and self.hidden_size is not None:
-            raise InputError("init.share: expected none for embeddings that init.hidden_size narrows, found embeddings")
 
     def check_source(self, draft: str | None) -> None:
         """Raise an InputError unless there is exactly one of a draft model, `layers` and `config`."""

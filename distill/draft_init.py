@@ -6,14 +6,13 @@ begin with an acceptance rate of 0.48 on Python sources, the first 4 with 0.43, 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.features import decoder_of, last_norm
@@ -47,11 +46,7 @@ from draftsmith.train.models import (
     stored_dtype,
     whole_weights,
 )
-from draftsmith.train.quantization import float_state, quantization_of
-
-# The projections that narrowing cuts, in the layers of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
+from draftsmith.train.quantization import float_state
 
 
 @phase("making the draft")
@@ -138,11 +133,11 @@ def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrained
     carving = Carving(layer_indices(init.layers or 0, kinds))
     if choose is not None:
         ways = ways_to_keep(carving.layers, kinds) if isinstance(init.layers, int) else [carving.layers]
-        carving = choose(ways, partial(_view, target, init))
+        carving = choose(ways, partial(_view, target))
     if attention_layers(kinds):
         print_once(f"init: of the target's layers {describe(carving.layers, kinds)}")
     # Build the model from its config and copy the view's weights: the view shares the target's tensors.
-    view = _view(target, init, carving.layers)
+    view = _view(target, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")
     try:
         draft.load_state_dict(float_state(view, view.dtype))
@@ -155,8 +150,8 @@ def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrained
     return draft
 
 
-def _view(target: PreTrainedModel, init: DraftInit, layers: list[int]) -> PreTrainedModel:
-    """Return a model of some of the target's layers, narrowed, that shares all tensors that are not cut."""
+def _view(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """Return a model of some of the target's layers, which shares their tensors."""
     view = early_exit(target, layers)
     config = view.config
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and layers != list(range(len(layers))):
@@ -165,100 +160,7 @@ def _view(target: PreTrainedModel, init: DraftInit, layers: list[int]) -> PreTra
         )
     if getattr(config, "max_window_layers", None) is not None:  # Qwen 2: layers from this one on have windows
         config.max_window_layers = sum(index < config.max_window_layers for index in layers)
-    if init.hidden_size or init.attention_heads or init.intermediate_size:
-        _narrow(view, init)
     return view
-
-
-@torch.no_grad()
-def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
-    """Cut channels and heads out of a model in place, replacing its tensors.
-
-    The criterion is the norms of the output projections (attention's o, the MLP's down), W (out, in). The norm of a
-    column measures the contribution of a head or MLP channel, and that of a row the input of a residual channel.
-    """
-    config = view.config
-    if quantization := quantization_of(config):
-        raise InputError(
-            f"init: expected a target in floating point to narrow, found {quantization}; init.layers alone works"
-        )
-    if names := config.per_layer_attributes:
-        raise InputError(
-            f"init: expected one {min(names)} for all layers to narrow, found several; init.layers alone works"
-        )
-    decoder = decoder_of(view)
-    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
-    layers: Any = next(modules for modules in lists if len(modules) == config.num_hidden_layers)
-    for layer in layers:
-        parts = [getattr(layer, "self_attn", None)] * len(ATTENTION) + [getattr(layer, "mlp", None)] * len(MLP)
-        linear = [getattr(part, name, None) for part, name in zip(parts, ATTENTION + MLP, strict=True)]
-        if not all(isinstance(module, nn.Linear) for module in linear):
-            raise InputError(
-                f"init: expected a target with {', '.join(ATTENTION + MLP)} to narrow, found {type(layer).__name__}; "
-                "init.layers alone works"
-            )
-    # Heads are cut in groups that share a key-value head, so that their ratio does not change.
-    heads: int = config.num_attention_heads
-    groups: int = getattr(config, "num_key_value_heads", None) or heads
-    width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    shared = heads // groups
-    sizes = {"hidden_size": config.hidden_size, "attention_heads": heads, "intermediate_size": config.intermediate_size}
-    for name, most in sizes.items():
-        sizes[name] = getattr(init, name) or most
-        if sizes[name] > most:
-            raise InputError(f"init.{name}: expected at most the target's {most}, found {sizes[name]}")
-    if sizes["attention_heads"] % shared:
-        raise InputError(
-            f"init.attention_heads: expected a multiple of {shared}, the query heads of a key-value head, "
-            f"found {init.attention_heads}"
-        )
-
-    # Residual channels are the same in all layers, while heads and MLP channels are chosen in each layer.
-    outputs = [module.weight for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-    channels = _largest(torch.stack([_energy(weight, 1) for weight in outputs]).sum(0), sizes["hidden_size"])
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        group_energy = _energy(attention.o_proj.weight, 0).view(groups, -1).sum(1)
-        kept = _largest(group_energy, sizes["attention_heads"] // shared)
-        keys = torch.arange(groups * width, device=kept.device).view(groups, -1)[kept].flatten()
-        queries = torch.arange(heads * width, device=kept.device).view(groups, -1)[kept].flatten()
-        inner = _largest(_energy(mlp.down_proj.weight, 0), sizes["intermediate_size"])
-        for linear, out, into in (
-            (attention.q_proj, queries, channels),
-            (attention.k_proj, keys, channels),
-            (attention.v_proj, keys, channels),
-            (attention.o_proj, channels, queries),
-            (mlp.gate_proj, inner, channels),
-            (mlp.up_proj, inner, channels),
-            (mlp.down_proj, channels, inner),
-        ):
-            linear.weight = nn.Parameter(linear.weight[out][:, into])
-            if linear.bias is not None:
-                linear.bias = nn.Parameter(linear.bias[out])
-        _cut_norms(layer.children(), channels)
-    _cut_norms(decoder.children(), channels)
-    for matrix in {view.get_input_embeddings(), view.get_output_embeddings()}:  # one module if they are tied
-        matrix.weight = nn.Parameter(matrix.weight[:, channels])  # type: ignore[union-attr]
-    config.head_dim, config.num_key_value_heads = width, sizes["attention_heads"] // shared
-    for name, size in sizes.items():
-        setattr(config, {"attention_heads": "num_attention_heads"}.get(name, name), size)
-
-
-def _energy(weight: Tensor, dim: int) -> Tensor:
-    """Return the squared norms of an output projection's columns (dim 0), (in,), or rows (dim 1), (out,)."""
-    return weight.float().square().sum(dim)
-
-
-def _largest(scores: Tensor, count: int) -> Tensor:
-    return scores.topk(count).indices.sort().values
-
-
-def _cut_norms(modules: Iterable[Any], channels: Tensor) -> None:
-    """Cut the norms among a layer's or decoder's direct children; norms of heads are deeper and keep their width."""
-    for module in modules:
-        weight = getattr(module, "weight", None)
-        if weight is not None and weight.ndim == 1:
-            module.weight = nn.Parameter(weight[channels])
 
 
 def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedModel:

@@ -17,7 +17,6 @@ from conftest import tiny_llama
 from huggingface_hub import ModelCard
 from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_steps import KillAfterSave, Killed, error_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +29,6 @@ from draftsmith.distill.card import authors
 from draftsmith.distill.carving import CHOICE, Carving
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.data.examples import training_examples
@@ -47,7 +45,7 @@ from draftsmith.train.runs import save_model
 def trained(pipeline, tmp_path_factory):
     """Four steps with held-out measurement, and what the trainer knows after them."""
     output = tmp_path_factory.mktemp("trained") / "draft"
-    training = {"max_steps": 4, "report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 2}
+    training = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     training["per_device_eval_batch_size"] = 2  # 2 + 2 + 1: an incomplete last batch
     options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(pipeline / "heldout")]}
     return command.distill(configured(pipeline, output, training=training, **options)), output
@@ -63,34 +61,21 @@ def test_a_resumed_run_keeps_the_layers_that_were_chosen_and_looks_no_second_tim
     assert Carving.read(tmp_path / CHOICE) in (Carving([layer], scale) for layer in (0, 1) for scale in SCALES)
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "tvd", "cross_entropy", "lk_hybrid", "nla"])
-def test_a_divergence_is_learned(pipeline, tmp_path, name):
+@pytest.mark.parametrize("divergence", ["forward_kl", "tvd", "cross_entropy", {"tvd": 1.0, "forward_kl": 0.1}], ids=str)
+def test_a_divergence_is_learned(pipeline, tmp_path, divergence):
     data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
-    config = configured(pipeline, tmp_path / "out", divergence=name, heldout=data, training=training)
+    config = configured(pipeline, tmp_path / "out", divergence=divergence, heldout=data, training=training)
     with measured_on_what_it_learns():
         trainer = command.distill(config)
     (before, after), alpha = history(trainer, "eval_loss"), history(trainer, "eval_alpha")
     assert after < 0.9 * before
-    if name != "cross_entropy":
+    if divergence != "cross_entropy":
         assert alpha[1] > alpha[0] + 0.05
         lengths = history(trainer, "eval_mean_acceptance_length")
         assert 1 <= lengths[0] < lengths[1]
-    if name == "tvd":
+    if divergence == "tvd":
         assert [before, after] == pytest.approx([1 - a for a in alpha], abs=1e-5)
-
-
-def test_a_sum_of_terms_is_learned(pipeline, tmp_path):
-    data = [str(pipeline / "short"), str(pipeline / "long")]
-    training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 1}
-    terms = {"tvd": 1.0, "forward_kl": 0.1}
-    config = configured(pipeline, tmp_path / "out", divergence=terms, heldout=data, training=training)
-    with measured_on_what_it_learns():
-        trainer = command.distill(config)
-    before, after = history(trainer, "eval_loss")
-    assert after < 0.9 * before
-    alpha = history(trainer, "eval_alpha")
-    assert alpha[1] > alpha[0] + 0.05
 
 
 def test_the_target_is_untouched_and_the_draft_is_not(pipeline, trained):
@@ -103,19 +88,6 @@ def test_the_target_is_untouched_and_the_draft_is_not(pipeline, trained):
     assert updated == {id(p) for p in trainer.model.parameters()}
     before, after = weights(pipeline / "draft"), weights(output)
     assert all(not torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_the_draft_trains_in_training_mode(pipeline, tmp_path, monkeypatch):
-    modes = []
-    real = DistillTrainer.compute_loss
-
-    def spy(self, model, inputs, *args, **kwargs):
-        modes.append((model.training, self.target.training))
-        return real(self, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(DistillTrainer, "compute_loss", spy)
-    command.distill(configured(pipeline, tmp_path / "out", training={"max_steps": 2}))
-    assert modes == [(True, False)] * 2
 
 
 def collated(pipeline: Path, trainer: DistillTrainer) -> tuple[list[dict], dict[str, torch.Tensor]]:
@@ -226,14 +198,6 @@ def test_a_killed_run_resumes_exactly_in_a_later_epoch(pipeline, tmp_path, monke
     assert len(steps) == 5
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
     assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "cut")) < 1e-6
-
-
-def test_without_resume_a_run_begins_again(pipeline, tmp_path):
-    training = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    first = command.distill(configured(pipeline, tmp_path / "out", training=training))
-    again = command.distill(configured(pipeline, tmp_path / "out", training=training | {"max_steps": 3}, resume=False))
-    assert len(history(again, "loss")) == 3
-    assert history(again, "loss")[:2] == history(first, "loss")
 
 
 def test_the_result_is_an_ordinary_directory(trained, tokenizer):
@@ -361,16 +325,6 @@ def test_held_out_metrics_are_those_computed_by_hand(pipeline, trained):
     assert last["eval_loss"] == pytest.approx(loss / tokens, rel=1e-5)
 
 
-def test_the_tracker_receives_them(trained):
-    trainer, output = trained
-    (events,) = {path.parent for path in output.rglob("events.out.tfevents.*")}
-    scalars = EventAccumulator(str(events)).Reload()
-    for name in ("alpha", "agreement", "mean_acceptance_length", "loss"):
-        seen = {event.step: event.value for event in scalars.Scalars(f"eval/{name}")}
-        assert seen[4] == pytest.approx(history(trainer, f"eval_{name}")[-1], rel=1e-6)
-    assert len(scalars.Scalars("train/loss")) == 4
-
-
 def test_padded_heads_are_cut_to_the_tokens(pipeline, tmp_path, tokenizer):
     """Trap 10: entries that are no token have no law, in training as in measuring, whatever their logits."""
     for name, seed, rows, layers in (("target", 0, 13, 2), ("draft", 1, 20, 1)):
@@ -482,21 +436,6 @@ def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer
     message = fails(capsys, [*flags, "--draft", str(tmp_path / "stranger")])
     assert "expected the tokenizer of target" in message and "tokens that differ" in message
     assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_the_command_distils(pipeline, tmp_path, capsys):
-    argv = [
-        "--target",
-        str(pipeline / "target"),
-        "--draft",
-        str(pipeline / "draft"),
-        "--completions",
-        f"[{pipeline / 'short'}]",
-    ]
-    training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
-    argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
-    assert run(lambda: command.main(argv)) == 0
-    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_the_target_may_lie_elsewhere(pipeline, tmp_path):

@@ -149,7 +149,10 @@ def test_a_checkpoint_that_is_damaged_is_named_in_one_line(fault, pipeline, chec
 
 def test_a_checkpoint_of_another_draft_is_refused(pipeline, checkpoint, tmp_path):
     output = shutil.copytree(checkpoint, tmp_path / "out")
-    deeper, narrower = {"draft": str(pipeline / "target")}, {"draft": None, "init": DraftInit([0], hidden_size=16)}
+    deeper, narrower = (
+        {"draft": str(pipeline / "target")},
+        {"draft": None, "init": DraftInit(config={"hidden_size": 16})},
+    )
     for draft in (deeper, narrower):
         with pytest.raises(InputError, match=r"^draft: expected config \w+ as in checkpoint-2, found (config|None)"):
             distill.distill(configured(pipeline, output, training=KEPT | {"max_steps": 4}, **draft))

@@ -29,7 +29,6 @@ def test_init_is_read_from_yaml_and_flags(tmp_path):
     )
     init = parse_config(Nested, ["--config", str(tmp_path / "c.yaml"), "--init.seed", "5"]).init
     assert init == DraftInit([0, 3], share="embeddings", seed=5, lora=LoraOptions(8, target_modules=["q_proj"]))
-    assert parse_config(Nested, ["--init.layers", "4", "--init.hidden-size", "64"]).init == DraftInit(4, 64)
     overrides = {"num_hidden_layers": 2, "hidden_act": "relu"}
     assert parse_config(Nested, ["--init.config", str(overrides)]).init.config == overrides
     assert parse_config(Nested, []).init == DraftInit()
@@ -41,14 +40,8 @@ def test_init_is_read_from_yaml_and_flags(tmp_path):
     ("options", "message"),
     [
         ({"layers": 2, "config": {}}, "init: expected one of layers and config, found both"),
-        ({"hidden_size": 8}, "init.layers: expected the layers to carve with init.hidden_size, found none"),
-        ({"layers": 2, "intermediate_size": 0}, "init.intermediate_size: expected at least 1, found 0"),
         ({"layers": 2, "share": "head"}, "init.share: expected one of none, embeddings, found 'head'"),
         ({"share": "embeddings"}, "init.share: expected init.layers or init.config with it, found neither"),
-        (
-            {"layers": 2, "share": "embeddings", "hidden_size": 8},
-            "init.share: expected none for embeddings that init.hidden_size narrows, found embeddings",
-        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(options, message):
