@@ -9,7 +9,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.distill.kind import Draft
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.train.kinds.export import (
     ExportOptions,
@@ -33,7 +32,7 @@ from draftsmith.train.runs import save_model
 GAMMA = 4
 
 
-def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
+def export(kind: Any, config: ExportOptions, path: str) -> list[str]:
     """Check a draft model, and return the lines that launch a server with it; write it if its vocabulary is cut."""
     directory = Path(path)
     if not directory.is_dir():
@@ -92,7 +91,7 @@ def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
     return [*lines, vllm_command(name, speculative(kind, config, path, draft.config))]
 
 
-def served(kind: Draft, config: ExportOptions, path: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+def served(kind: Any, config: ExportOptions, path: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
     """Return vLLM's configs for both ways of sampling, and a function that makes our own proposer."""
     code = config.trust_remote_code
     exported = config.output or path  # a cut vocabulary was written to the output
@@ -108,6 +107,6 @@ def served(kind: Draft, config: ExportOptions, path: str) -> tuple[list[Served],
     return ways, drafter
 
 
-def speculative(kind: Draft, config: ExportOptions, path: str, model: PretrainedConfig) -> dict[str, Any]:
+def speculative(kind: Any, config: ExportOptions, path: str, model: PretrainedConfig) -> dict[str, Any]:
     """Return vLLM's speculative config for a draft model."""
     return {"method": "draft_model", "model": path, **kind.drafting(config, model)}

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,6 @@ class HeadsFormats:
     tensors: Callable[[Any, str, PreTrainedModel | None], dict[str, Tensor]] = lambda heads, format, target: dict(
         heads.state_dict()
     )
-    pickled: Mapping[str, str] = field(default_factory=dict)  # formats whose tensors torch.save writes, and their files
     reads_target: Callable[[Any, str], bool] = lambda heads, format: False  # files that hold weights of the target
     on_cpu: Callable[[Any], str] = lambda heads: ""  # `Served.on_cpu`
     card: Callable[[Any, str, Path | None], str | None] = lambda heads, format, source: _readme(source)
@@ -115,11 +114,7 @@ class HeadsFormats:
             else:
                 fields = json.dumps(self.fields(adapted, format), indent=2)
                 (aside / CONFIG).write_text(fields + "\n", encoding="utf-8")
-                tensors = self.tensors(adapted, format, target)
-                if format in self.pickled:
-                    torch.save(tensors, aside / self.pickled[format])
-                else:
-                    save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+                save_file(self.tensors(adapted, format, target), aside / WEIGHTS, metadata={"format": "pt"})
             if readme is not None:
                 (aside / "README.md").write_text(readme, encoding="utf-8")
         return self.notes(heads, format, target)

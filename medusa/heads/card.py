@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.medusa.checkpoint_files import dtype_name
-from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, refusal
+from draftsmith.medusa.heads.formats.writing import check_format, refusal
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.export import vllm_command
@@ -35,7 +35,7 @@ def card(
         library_name="draftsmith",
         tags=["medusa", "speculative-decoding", *(["hydra"] if config.hydra else [])],
     )
-    model = "DIR" if format in VLLM_READS else "VLLM"
+    model = "DIR" if format == "vllm" else "VLLM"
     speculative = {"method": "medusa", "model": model, "num_speculative_tokens": config.num_heads}
     return ModelCard.from_template(
         data,

@@ -31,8 +31,8 @@ class Medusa(HeadsKind):
         made=("draft_vocabulary",),
     )
     tree_key, tree_alone = "medusa_choices", True
-    formats = ("own", "vllm", "fasterdecoding")
-    launched, verifiable = ("vllm",), ("vllm", "fasterdecoding")
+    formats = ("own", "vllm")
+    launched = verifiable = ("vllm",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether these are heads in any format: ours, vLLM's or FasterDecoding's."""

@@ -29,7 +29,6 @@ FORMATS = {
     "shared, with biases": ({"original_lm_head": True, "medusa_fc_bias": True}, "vllm"),
     "cut": ({"cut": True}, "vllm"),
     "cut and shared": ({"cut": True, "original_lm_head": True}, "vllm"),
-    "fasterdecoding": ({"medusa_fc_bias": True}, "fasterdecoding"),
 }
 FAILING = {
     # What the model of vLLM 0.32 describes and its loader does not load: were it mended, exports could stay small.

@@ -29,8 +29,8 @@ class ExportOptions:
     """The options of an export."""
 
     format: str | None = None
-    """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang, speculators or
-    fasterdecoding where the kind supports it. For MTP layers: target, the target's files with these layers
+    """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang or
+    speculators where the kind supports it. For MTP layers: target, the target's files with these layers
     in them. With `import_from` it is recognised if not given."""
     output: str | None = None
     """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full."""

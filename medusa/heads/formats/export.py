@@ -1,6 +1,5 @@
 """`draftsmith export` of Medusa heads: written for other tools, or read from them."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from draftsmith.medusa.formats import HeadsFormats
 from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, refusal, written_bytes
+from draftsmith.medusa.heads.formats.writing import check_format, refusal, written_bytes
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.train.job.kept_step import KeptStep
@@ -26,7 +25,7 @@ def _described(heads: MedusaHeads) -> str:
 
 def _notes(heads: MedusaHeads, format: str, target: PreTrainedModel | None) -> list[str]:
     lines = writing.notes(heads, format)
-    if target is not None and vocabulary_override(target.config) and format in VLLM_READS:
+    if target is not None and vocabulary_override(target.config) and format == "vllm":
         lines.append(
             "vLLM 0.32 looks for vocab_size at the top of the target's config, which has it only in its text_config: "
             "hence the override"
@@ -57,12 +56,8 @@ def _announce(config: ExportOptions, heads: MedusaHeads, target: PreTrainedModel
 def _launch(
     name: str, speculative: dict[str, Any], heads: MedusaHeads, format: str, target: PreTrainedModel | None
 ) -> list[str]:
-    vllm = vllm_command(name, speculative, None if target is None else vocabulary_override(target.config))
-    if format == "vllm":
-        return ["# SGLang loads no Medusa heads", vllm]
-    if format == "fasterdecoding":
-        return [f"# {vllm}", f"python -m medusa.inference.cli --model {shlex.quote(speculative['model'])}"]
-    return []
+    override = None if target is None else vocabulary_override(target.config)
+    return ["# SGLang loads no Medusa heads", vllm_command(name, speculative, override)] if format == "vllm" else []
 
 
 FORMATS = HeadsFormats(
@@ -72,8 +67,6 @@ FORMATS = HeadsFormats(
     refusal=refusal,
     adapted=writing.adapt_heads,
     fields=writing.config_fields,
-    tensors=writing.tensors,
-    pickled={"fasterdecoding": writing.PICKLED},
     notes=_notes,
     described=_described,
     speculative=_speculative,

@@ -1,7 +1,13 @@
-"""Medusa heads from the formats of `draftsmith.medusa.heads.formats.writing`; no tensor is ignored silently."""
+"""Medusa heads from our files, vLLM's and FasterDecoding's; no tensor is ignored silently.
+
+FasterDecoding's `medusa_lm_head.pt` has block l of head h as `{h}.{l}.linear.*`, and its language-model head after L
+blocks as `{h}.{L}.weight`. Its older trainer writes `medusa_lm_head.safetensors`, without language-model heads: all
+heads use the target's.
+"""
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 from torch import Tensor
@@ -10,9 +16,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_pickled, read_safetensors, shards
 from draftsmith.medusa.formats import checked_config, read_heads
-from draftsmith.medusa.heads.formats.writing import FORMATS, LEGACY, PICKLED, check_format, tensor_names
+from draftsmith.medusa.heads.formats.writing import FORMATS, check_format
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.losses.output_head import head_of
+
+READ = (*FORMATS, "fasterdecoding")
+PICKLED, LEGACY = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 
 
 def import_heads(
@@ -27,7 +36,7 @@ def import_heads(
         InputError: a file, config or tensor that is missing, damaged, not supported or does not match.
     """
     directory = Path(directory)
-    format = detect(directory) if format is None else check_format(format)
+    format = detect(directory) if format is None else check_format(format, READ)
     return {"own": _read_own, "vllm": _read_vllm, "fasterdecoding": _read_fasterdecoding}[format](directory, target)
 
 
@@ -36,7 +45,7 @@ def detect(directory: str | Path) -> str:
     formats = marks(Path(directory))
     if len(formats) != 1:
         raise InputError(
-            f"{directory}: expected Medusa heads in one of {', '.join(FORMATS)}, found "
+            f"{directory}: expected Medusa heads in one of {', '.join(READ)}, found "
             + (f"marks of {' and '.join(formats)}; name the format" if formats else "no mark of any")
         )
     return formats[0]
@@ -120,7 +129,9 @@ def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> Med
         medusa_choices=field(raw, path, "medusa_choices", list, None),
         base_model_name_or_path=raw.get("base_model_name_or_path"),
     )
-    names = tensor_names(config, "fasterdecoding")
+    names = {f"lm_heads.{h}.weight": f"{h}.{layers}.weight" for h in range(heads)}
+    for h, layer, part in product(range(heads), range(layers), ("weight", "bias")):
+        names[f"blocks.{h}.layers.{layer}.{part}"] = f"{h}.{layer}.linear.{part}"
     if shared and target is not None:
         head = head_of(target)
         config.vocab_size = config.truncated_vocab_size = len(head.weight)
