@@ -39,8 +39,8 @@ TEXTS = [
 
 
 FIRST = [
-    *("embedded", "distributed", "sharded", "medusa_sharded", "eagle_sharded", "parallel_sharded", "replay_processes"),
-    *("data_processes", "failures", "shared_out", "resume", "cached_eagle", "reliability"),
+    *("embedded", "distributed", "sharded", "medusa_sharded", "features_sharded", "parallel_sharded"),
+    *("replay_processes", "data_processes", "failures", "shared_out", "resume", "cached_eagle", "reliability"),
 ]
 
 

@@ -125,11 +125,9 @@ class BatchShape:
         ids = torch.zeros(self.rows, self.length, dtype=torch.long)
         return {"input_ids": ids} | ({"position_ids": torch.ones_like(ids)} if self.packed else {})
 
-    def labelled(self, ahead: int = 0, positions: int | None = None) -> dict[str, Any]:
-        """Return a batch as a trainer takes it; all positions learn, or a number of them."""
-        counts = [
-            max(0, self.rows * (self.length - 1 - i)) if positions is None else positions for i in range(ahead + 1)
-        ]
+    def labelled(self, ahead: int) -> dict[str, Any]:
+        """Return a batch as a trainer takes it, which learns at all positions, `ahead` tokens past the next one."""
+        counts = [max(0, self.rows * (self.length - 1 - i)) for i in range(ahead + 1)]
         return self.inputs() | {"positions": [torch.zeros(count, dtype=torch.long) for count in counts]}
 
 
