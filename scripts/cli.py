@@ -40,9 +40,9 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
     "measure": {
         "measure": (
             "measures acceptance, speed-up and costs of drafters, or of a running server, and gives the verdict",
-            "measure.config:measure_config",
+            "measure.server.config:measure_config",
         ),
-        "certify": ("tests whether a server writes what its target would", "serving.certify.config:CertifyConfig"),
+        "certify": ("tests whether a server writes what its target would", "engines.certify.config:CertifyConfig"),
     },
     "choose": {
         "choose": (
@@ -84,7 +84,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
 }
 """The stages of the road, and their commands: what each does, and where its config is. Recipes are in `train`."""
 COMMANDS = {name: command for stage in ROAD.values() for name, command in stage.items()}
-MODULES = {"align": "choose.align", "export": "serving.export"}
+MODULES = {"align": "choose.align", "export": "engines.export", "measure": "measure.command"}
 """Commands whose module's name follows neither from their own nor from their config's package."""
 RENAMED = {"medusa-tree": "tree"}
 LAUNCHER = ["-m", "accelerate.commands.launch"]

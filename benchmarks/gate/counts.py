@@ -9,10 +9,10 @@ import numpy as np
 from benchmarks.common import Figures
 from benchmarks.gate import BenchGateConfig
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
+from draftsmith.scripts.measure.server.compare import FALSE_ALARM, reconcile
+from draftsmith.scripts.measure.server.pairing import CountedAnswers, ServedSetting, ServedText
+from draftsmith.scripts.report.rounds import SCHEMA, ExpectedText, RoundsSettings
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.scripts.serving.reconcile.compare import FALSE_ALARM, reconcile
-from draftsmith.scripts.serving.reconcile.pairing import CountedAnswers, ServedSetting, ServedText
-from draftsmith.scripts.serving.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings
 
 PROMPTS, GAMMAS, TOKENS, TURNS = (8, 16, 32), (3, 8), 24, 10
 TEMPERATURE = 1.0

@@ -28,9 +28,9 @@ from draftsmith.scripts.choose.command import (
 )
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.choose.sweep import candidates_of, own_fields
+from draftsmith.scripts.engines.draft_lengths import drafter_entry
 from draftsmith.scripts.kinds import kind_of, recipes
 from draftsmith.scripts.pair import require_rollback
-from draftsmith.scripts.serving.draft_lengths import drafter_entry
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.data.corpus import write_prompts

@@ -16,23 +16,23 @@ from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, NONE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.certify import certify_recommended
-from draftsmith.scripts.measure.config import MeasureConfig, measure_config
+from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.cost_file import load_costs
 from draftsmith.scripts.measure.every_round import rounds_settings
 from draftsmith.scripts.measure.predictions import draft_lengths
+from draftsmith.scripts.measure.server import observe as server
+from draftsmith.scripts.measure.server.config import MeasureServerConfig, measure_config
+from draftsmith.scripts.measure.server.entries import server_report
+from draftsmith.scripts.measure.server.expectation import read_expectation, require_known
 from draftsmith.scripts.measure.stages import run_stages
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinished
 from draftsmith.scripts.pair import read_tokens
 from draftsmith.scripts.report.page import write_page
+from draftsmith.scripts.report.rounds import ROUNDS, write_rounds
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.serving.measure import observe as server
-from draftsmith.scripts.serving.measure.config import MeasureServerConfig
-from draftsmith.scripts.serving.measure.entries import server_report
-from draftsmith.scripts.serving.measure.expectation import read_expectation, require_known
-from draftsmith.scripts.serving.reconcile.rounds import ROUNDS, write_rounds
 from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.shards import output_directory

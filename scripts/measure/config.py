@@ -1,6 +1,5 @@
 """Settings of `draftsmith measure`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,8 +7,7 @@ from draftsmith.decode.errors import InputError, Range, at_least, between, finit
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
-from draftsmith.scripts.serving.measure.config import MeasureServerConfig
-from draftsmith.train.cli import Floats, Ints, numbers, values_by_field
+from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
@@ -81,11 +79,3 @@ class MeasureConfig(Filters, PromptedTarget):
             "compiled": bool(self.compiled),
             **self.at(temperature).generate_kwargs(),
         }
-
-
-def measure_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config class: a server's where `--server`, or a config file's `server` field, names one.
-
-    A file that cannot be read is left to the parser.
-    """
-    return MeasureServerConfig if "server" in values_by_field(arguments) else MeasureConfig

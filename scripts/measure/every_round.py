@@ -12,8 +12,8 @@ from draftsmith.decode.replay.texts import WrittenText, chunks, contexts_of, tea
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.measure.state import Measured
+from draftsmith.scripts.report.rounds import SCHEMA, ExpectedText, NamedDrafter, RoundsSettings
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.scripts.serving.reconcile.rounds import SCHEMA, ExpectedText, NamedDrafter, RoundsSettings
 from draftsmith.train.data.decoding import complete
 from draftsmith.train.models import default_device
 

@@ -15,12 +15,12 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planning.costs import stack_sizes, text_seconds
+from draftsmith.scripts.engines.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.scripts.measure.replays import groups_of
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
 from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Goodput, LoadRange
 from draftsmith.scripts.report.entries import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, ProposerEntry, Run, Verifier
-from draftsmith.scripts.serving.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.train.kinds.drafter import Drafter
 
 WORTH_SAYING = 1.02

@@ -16,8 +16,8 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.report.rounds import ExpectedText
 from draftsmith.scripts.report.types import Failure, Verifier
-from draftsmith.scripts.serving.reconcile.rounds import ExpectedText
 from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair

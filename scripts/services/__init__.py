@@ -1,1 +1,1 @@
-"""Services: drafts over HTTP, and the coordinator of servers."""
+"""Services of ours: drafts over HTTP, the coordinator of servers, and what runs inside a vLLM."""

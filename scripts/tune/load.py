@@ -15,7 +15,7 @@ from rich.console import Console
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
-from draftsmith.scripts.serving.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
+from draftsmith.scripts.engines.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.scripts.summary import figures_table
 from draftsmith.scripts.tune.config import LoadConfig
 from draftsmith.train.cli import parse_config

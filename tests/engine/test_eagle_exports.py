@@ -12,7 +12,7 @@ from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
-from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_jobs
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_jobs
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 

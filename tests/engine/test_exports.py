@@ -15,8 +15,8 @@ from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.heads.formats import export
 from draftsmith.scripts import cli
-from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_jobs
-from draftsmith.scripts.serving.engine.verification import Checks
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_jobs
+from draftsmith.scripts.engines.offline.verification import Checks
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model

@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
-from draftsmith.scripts.serving.certify import command
-from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.certify.servers import Servers, TextRequest, TextStore, requests_of
+from draftsmith.scripts.engines.certify import command
+from draftsmith.scripts.engines.certify.config import CertifyConfig
+from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, TextStore, requests_of
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.endpoint.client import SentPrompt, ServedCompletion
 from draftsmith.train.runs import save_model

@@ -232,29 +232,6 @@ def test_another_replica_answers_for_one_that_is_gone_and_it_is_asked_again_when
     wait_until(lambda: served.ask().status_code == 200 and len(gone.asked) > 0)
 
 
-def test_a_server_that_answers_500_at_once_is_passed_over_and_then_left_alone(served):
-    failing = served.stubs["a1"]
-    failing.answer = lambda exchange: exchange.whole("broken", 500)
-    before = metric(served.url, "server_failures_total", endpoint=failing.url)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: served.ask(), range(40)))
-    assert [answer.status_code for answer in answers] == [200] * 40
-    assert len(failing.asked) <= 20  # three, four at once, and one for each look in between
-    wait_until(served.idle)
-    assert metric(served.url, "server_failures_total", endpoint=failing.url) == before + len(failing.asked)
-    served.stubs["c"].answer = failing.answer
-    assert served.ask(model="small").status_code == 500
-
-
-def test_what_two_servers_answer_with_500_is_the_requests_own(served):
-    for name in ("a1", "a2"):
-        served.stubs[name].answer = lambda exchange: exchange.whole("cannot be done", 500)
-    answer = served.ask()
-    assert (answer.status_code, pair(answer)) == (500, "a")
-    assert answer.json() == {"error": {"message": "cannot be done"}}
-    assert not served.stubs["b"].asked
-
-
 def test_clients_that_never_ask_keep_nobody_out(served):
     port = int(served.url.rpartition(":")[2])
     half = (

@@ -12,7 +12,7 @@ from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftPropo
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
 from draftsmith.scripts.configs import ExportConfig
-from draftsmith.scripts.serving.export import export
+from draftsmith.scripts.engines.export import export
 from draftsmith.train.cli import run
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.losses.positions import IGNORED

@@ -14,8 +14,8 @@ from transformers import Gemma3Config, LlamaConfig
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
-from draftsmith.scripts.serving import export
-from draftsmith.scripts.serving.draft_lengths import NUM, SCHEMA
+from draftsmith.scripts.engines import export
+from draftsmith.scripts.engines.draft_lengths import NUM, SCHEMA
 from draftsmith.train.kinds.export import vllm_command, vocabulary_override
 from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import load_model

@@ -13,9 +13,9 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
-from draftsmith.scripts.serving import export
-from draftsmith.scripts.serving.engine import verification
-from draftsmith.scripts.serving.engine.offline import Answer, EngineFailure, EngineRun, Job
+from draftsmith.scripts.engines import export
+from draftsmith.scripts.engines.offline import verification
+from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, EngineRun, Job
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 from conftest import tiny_llama
 from faults import damaged, misvalued, misworded
+from unit.scripts.engines.test_client import SGLANG, VLLM
+from unit.scripts.report.test_rounds import SETTINGS, TEXT
 from unit.scripts.services.coordinate.test_relay import REPORT, TABLE
-from unit.scripts.serving.reconcile.test_rounds import SETTINGS, TEXT
-from unit.scripts.serving.test_client import SGLANG, VLLM
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
@@ -35,19 +35,19 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
+from draftsmith.scripts.engines.certify.config import CertifyConfig
+from draftsmith.scripts.engines.certify.servers import TextStore
+from draftsmith.scripts.engines.client import identify_engine, metrics_of
+from draftsmith.scripts.engines.offline.jobs import Answer as EngineAnswer
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_of
 from draftsmith.scripts.measure.cost_file import CostFile
+from draftsmith.scripts.measure.server.load import RequestRecord
+from draftsmith.scripts.measure.server.observe import ServerTurn
 from draftsmith.scripts.measure.state import Group, Row
+from draftsmith.scripts.report.rounds import read_rounds
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import DraftRequest, ProtocolError, Service, decode
-from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.certify.servers import TextStore
-from draftsmith.scripts.serving.client import identify_engine, metrics_of
-from draftsmith.scripts.serving.engine.offline import Answer as EngineAnswer
-from draftsmith.scripts.serving.engine.offline import EngineFailure, Job, run_of
-from draftsmith.scripts.serving.measure.load import RequestRecord
-from draftsmith.scripts.serving.measure.observe import ServerTurn
-from draftsmith.scripts.serving.reconcile.rounds import read_rounds
 from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of

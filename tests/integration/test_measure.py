@@ -30,17 +30,17 @@ from draftsmith.decode.options import Sampling
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.scripts.engines.draft_lengths import speculative_fields
 from draftsmith.scripts.kinds import short_names
 from draftsmith.scripts.measure import certify, command, stages
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.state import Method
+from draftsmith.scripts.report.rounds import read_rounds
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.report.words import turns
-from draftsmith.scripts.serving.draft_lengths import speculative_fields
-from draftsmith.scripts.serving.reconcile.rounds import read_rounds
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 

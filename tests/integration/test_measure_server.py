@@ -9,8 +9,8 @@ from jsonschema import Draft202012Validator
 from simulated_server import MODEL, simulated_server
 
 from draftsmith.scripts import cli
+from draftsmith.scripts.measure.server import observe
 from draftsmith.scripts.report.schema import report_schema
-from draftsmith.scripts.serving.measure import observe
 
 COUNT, NEW = 12, 40
 VALIDATOR = Draft202012Validator(report_schema())

@@ -11,9 +11,9 @@ from jsonschema import Draft202012Validator
 from simulated_server import Simulated, simulated_server
 
 from draftsmith.scripts import cli
+from draftsmith.scripts.measure.server import observe
+from draftsmith.scripts.report.rounds import SCHEMA, ExpectedText, RoundsSettings, read_rounds, write_rounds
 from draftsmith.scripts.report.schema import report_schema
-from draftsmith.scripts.serving.measure import observe
-from draftsmith.scripts.serving.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings, read_rounds, write_rounds
 
 COUNT, NEW, GAMMA, ALPHA = 12, 40, 4, 0.6
 VALIDATOR = Draft202012Validator(report_schema())

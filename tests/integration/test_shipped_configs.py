@@ -18,8 +18,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.plan import planned_run
-from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.runs import save_model

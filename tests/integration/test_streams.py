@@ -15,16 +15,16 @@ from unit.train.data.chat.test_templates import WHOLE
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import read_traffic
+from draftsmith.scripts.engines.certify.config import CertifyConfig
+from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, TextStore
+from draftsmith.scripts.engines.client import Engine
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.load import MeasuredServer, records_of
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, ServedPair
 from draftsmith.scripts.services.coordinate.coordinator import Coordinator
 from draftsmith.scripts.services.coordinate.relay import Relay
 from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, Keywords, read_request
 from draftsmith.scripts.services.coordinate.request_log import record, unstreamed_answer
-from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.certify.servers import Servers, TextRequest, TextStore
-from draftsmith.scripts.serving.client import Engine
-from draftsmith.scripts.serving.measure.config import MeasureServerConfig
-from draftsmith.scripts.serving.measure.load import MeasuredServer, records_of
 from draftsmith.train.data.chat.masks import ClosingTokens
 from draftsmith.train.data.prompts import Prompt, mask_answers
 from draftsmith.train.endpoint.client import Client, SentPrompt

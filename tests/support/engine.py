@@ -15,7 +15,7 @@ from pathlib import Path
 from fated import start
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.serving.client import metrics_of
+from draftsmith.scripts.engines.client import metrics_of
 from draftsmith.train.endpoint.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,11 @@ from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, TreeConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
+from draftsmith.scripts.engines.certify.config import CertifyConfig
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
-from draftsmith.scripts.serving.certify.config import CertifyConfig
-from draftsmith.scripts.serving.measure.config import MeasureServerConfig
 from draftsmith.scripts.tune.config import SwitchConfig, TuneConfig
 from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config

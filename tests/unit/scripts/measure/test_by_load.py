@@ -1,9 +1,9 @@
 """Draft lengths by load: the batch sizes that are predicted, and the ranges in words."""
 
+from draftsmith.scripts.engines.draft_lengths import ranges
 from draftsmith.scripts.measure.predictions import sizes_up_to
 from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange
 from draftsmith.scripts.report.words import load_words
-from draftsmith.scripts.serving.draft_lengths import ranges
 
 
 def test_sizes_are_all_small_ones_and_few_large_ones():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.serving.draft_lengths import speculative_fields
+from draftsmith.scripts.engines.draft_lengths import speculative_fields
 from draftsmith.scripts.tune import load
 from draftsmith.scripts.tune.config import LoadConfig, SwitchConfig, TuneConfig, tune_config
 

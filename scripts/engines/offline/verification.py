@@ -1,0 +1,139 @@
+"""Verification of an export in vLLM: its texts must equal plain decoding and ours, and its counts those of replay.
+
+All runs are at T=0 in float32. The engine ends before the target is loaded here, since a device holds only one of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftsmith.decode import Proposer
+from draftsmith.decode.measurement.certificate import certify_greedy
+from draftsmith.decode.measurement.distribution_test import plain_texts, speculative_texts
+from draftsmith.decode.measurement.exactness import GREEDY
+from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, vllm_counts
+from draftsmith.decode.progress import phase
+from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, Job, run_jobs
+from draftsmith.train.kinds.export import Served
+
+BATCH = 8
+"""Prompts decoded together, by vLLM and by this decoder."""
+WRONG_SAMPLED = (
+    "vLLM 0.32 on CPU writes wrong sampled text with any draft at any T > 0 "
+    "(it verifies drafts at a temperature that nobody set)"
+)
+"""A known fault; plain decoding is correct there."""
+
+
+def room(served: Sequence[Served], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Return the positions that vLLM needs, drafts past the last token included: at its limit it drafts less."""
+    return max(map(len, prompts)) + max_new_tokens + 2 * max(form.draft_length for form in served) + 2
+
+
+def verify(
+    python: Path,
+    target: str,
+    served: Sequence[Served],
+    prompts: Sequence[Sequence[int]],
+    load: Callable[[], tuple[PreTrainedModel, Proposer]],
+    max_new_tokens: int = 64,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Decode prompts (token ids) in vLLM, plainly and with each form of the drafter, and compare with this decoder.
+
+    `served` holds one or several configs of one drafter, with one γ. `load` returns the target in float32 and the
+    drafter; it is called after the engine has ended. `overrides` are added to the target's config in vLLM. Return a
+    line for each comparison. Raise EngineFailure if vLLM fails, writes another text, or counts differently.
+    """
+    gamma = max(form.draft_length for form in served)
+    common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}
+    common["max_model_len"] = room(served, prompts, max_new_tokens)
+    common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
+    jobs = [Job(target, speculative=None, **common)]
+    jobs += [Job(form.target or target, speculative=dict(form.speculative), **common) for form in served]
+    with phase(f"vLLM decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
+        run = run_jobs(python, jobs)
+    vllm, (plain, *answers) = f"vLLM {run.version}", run.answers
+    if isinstance(plain, EngineFailure):
+        raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")
+    model, proposer = load()
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, no warping of logits
+    checks = Checks(model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens)
+    lines = [f"{vllm} on {run.device}, T=0, float32: {len(prompts)} prompts, {max_new_tokens} tokens each"]
+    lines.append(checks.same("vLLM without a drafter", "draftsmith's plain text", checks.plain, plain.token_ids))
+    lines.append(checks.decoded_here(gamma))
+    for form, answer in zip(served, answers, strict=True):
+        if isinstance(answer, EngineFailure):
+            raise EngineFailure(f"verify: expected {vllm} to decode with {form.name}, found: {answer}")
+        lines.append(checks.same(f"vLLM with {form.name}", "its text without", plain.token_ids, answer.token_ids))
+        lines.append(checks.counted(form, answer, run.device))
+    known = f"; {WRONG_SAMPLED}" if run.device == "cpu" and run.version.startswith("0.32.") else ""
+    lines.append(f"text at T > 0 is not compared here: `draftsmith certify` tests a server's{known}")
+    return lines
+
+
+class Checks:
+    """Comparisons on a set of prompts; each returns a line, or raises an `EngineFailure`.
+
+    The target is in float32, and its generation config neither ends texts nor warps logits. The prompts are (T,) int64
+    on its device, and the proposer drafts chains.
+    """
+
+    def __init__(self, target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], tokens: int):
+        """Decode the prompts plainly, to `tokens` tokens each."""
+        self.target, self.proposer, self.prompts, self.tokens = target, proposer, prompts, tokens
+        self.plain = self._texts(plain_texts(target, prompts, BATCH, max_new_tokens=tokens))
+
+    def same(self, name: str, other: str, expected: Sequence[Sequence[int]], actual: Sequence[Sequence[int]]) -> str:
+        """Compare texts token for token; they may differ after a tie."""
+        certificate = certify_greedy(self.target, expected, actual, self.prompts)
+        if not certificate.passed:
+            raise EngineFailure(f"verify: expected {name} to write {other}, found {certificate.reason}")
+        line = f"{name}: {certificate.prompts_identical} of {len(self.prompts)} texts are {other}"
+        return line if certificate.reason is None else f"{line}; {certificate.reason}"
+
+    def decoded_here(self, draft_length: int) -> str:
+        """Compare this decoder's texts with and without the drafter."""
+        options = {"draft_length": draft_length, "max_new_tokens": self.tokens}
+        texts = speculative_texts(self.target, self.proposer, self.prompts, BATCH, **options)
+        return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(texts))
+
+    def counted(self, served: Served, answer: Answer, device: str) -> str:
+        """Compare vLLM's counts with those that replay on its texts predicts."""
+        expected, counts = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
+        line = f"{served.name}, γ = {served.draft_length}: {_words(counts)}"
+        if not expected.same_as(counts):
+            known = f"; {served.on_cpu}" if device == "cpu" and served.on_cpu else ""
+            difference = f"{_words(expected)}, found {_words(counts)}{known}"
+            raise EngineFailure(f"verify: expected vLLM with {served.name} to count {difference}")
+        return f"{line}, as replay says that vLLM counts"
+
+    def expected_counts(self, texts: Sequence[Sequence[int]], draft_length: int) -> ServerCounts:
+        """Return the counts of vLLM for writing texts, by replay on them and on the γ tokens after them."""
+        # vLLM's last round drafts past the text's end, and those tokens count as drafted.
+        written = [torch.cat([p, p.new_tensor(list(t))]) for p, t in zip(self.prompts, texts, strict=True)]
+        longer = plain_texts(self.target, written, BATCH, max_new_tokens=draft_length)
+        lengths = [len(prompt) for prompt in self.prompts]
+        replay = replay_drafters(
+            self.target, {"": self.proposer}, longer, lengths, [draft_length], GREEDY, rounds_of=draft_length
+        )
+        counts = []
+        for text, replayed in zip(texts, replay[""].texts, strict=True):
+            assert replayed.rounds is not None  # chains at T=0 always have rounds
+            counts.append(vllm_counts(replayed.rounds, len(text), draft_length))
+        return pooled(counts)
+
+    def _texts(self, sequences: Sequence[Tensor]) -> list[list[int]]:
+        return [text[len(prompt) :].tolist() for text, prompt in zip(sequences, self.prompts, strict=True)]
+
+
+def _words(counts: ServerCounts) -> str:
+    accepted, drafted = counts.num_accepted_tokens, counts.num_draft_tokens
+    per_pos = ", ".join(f"{number:.0f}" for number in counts.num_accepted_tokens_per_pos)
+    return f"{counts.num_drafts:.0f} drafts, {accepted:.0f} of {drafted:.0f} tokens accepted [{per_pos}]"
