@@ -82,7 +82,6 @@ class HeadsFormats:
     )
     reads_target: Callable[[Any, str], bool] = lambda heads, format: False  # files that hold weights of the target
     on_cpu: Callable[[Any], str] = lambda heads: ""  # `Served.on_cpu`
-    card: Callable[[Any, str, Path | None], str | None] = lambda heads, format, source: _readme(source)
     announce: Callable[[ExportOptions, Any, PreTrainedModel | None], None] = lambda config, heads, target: None
 
     def write(
@@ -131,7 +130,8 @@ class HeadsFormats:
                 target = load_target(config.target, code)
         speculative = self.speculative(config, heads)
         self.announce(config, heads, target)
-        readme = self.card(heads, format, Path(source))
+        card = Path(source) / "README.md"
+        readme = card.read_text(encoding="utf-8") if card.is_file() else None
         notes = self.write(heads, output, format, config.dtype, readme, target)
         lines = [f"# {note}" for note in [f"wrote {output}", *notes]]
         name = heads.config.base_model_name_or_path or "TARGET"
@@ -142,7 +142,7 @@ class HeadsFormats:
         target = load_target(config.target, config.trust_remote_code)
         heads = self.read(source, config.format, target)
         heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
-        self.write(heads, str(config.output), "own", config.dtype, self.card(heads, "own", None))
+        self.write(heads, str(config.output), "own", config.dtype)
         return [f"# wrote {config.output}", f"# {self.described(heads)}"]
 
     def served(self, config: ExportOptions, source: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
@@ -259,8 +259,3 @@ def speculators_fields(heads: Any, kind: str, architecture: str, drafted: int) -
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(heads.dtype),
     }
-
-
-def _readme(source: Path | None) -> str | None:
-    file = None if source is None else source / "README.md"
-    return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None

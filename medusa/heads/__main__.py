@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.formats.writing import refusal
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.trainer import MedusaTrainer, new_heads
 from draftsmith.medusa.run import HeadsRun
@@ -21,10 +21,13 @@ from draftsmith.train.data.first_look import (
     stack_guesses,
 )
 from draftsmith.train.job.ranks import leave, run_rank
+from draftsmith.train.kinds.export import vllm_command
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.teacher.state_cache import StateCache
+
+CARD = Path(__file__).with_name("card.md.j2")
 
 
 class MedusaRun(HeadsRun[MedusaTrainingConfig]):
@@ -44,7 +47,12 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""
-        card(trainer.heads, **trainer.acceptance).save(output / "README.md")
+        config = trainer.heads.config
+        speculative = {"method": "medusa", "model": "VLLM", "num_speculative_tokens": config.num_heads}
+        serve = vllm_command(config.base_model_name_or_path or "TARGET", speculative)
+        name = "Hydra" if config.hydra else "Medusa"
+        fields = {"name": name, "refusal": refusal(trainer.heads, "vllm"), "serve": serve}
+        self.write_card(trainer, output, CARD, name.lower(), **fields)
 
 
 @torch.no_grad()

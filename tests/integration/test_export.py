@@ -86,7 +86,7 @@ def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
     told = "\n".join(lines[:-1])
     assert "the tree of 3 tokens is not written" in told and "SGLang loads no Medusa heads" in told
     assert all(line.startswith("# ") for line in lines[:-1])
-    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors"}
     written = load_file(output / "model.safetensors")
     assert set(written) == {f"blocks.{h}.layers.0.{p}" for h in range(K) for p in ("weight", "bias")} | {
         f"lm_heads.{h}.weight" for h in range(K)
@@ -108,7 +108,6 @@ def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
             assert lines == [f"# wrote {back}", "# 3 heads, 1 block each"]
             read = MedusaHeads.from_pretrained(back)
             assert torch.equal(logits(read), expected)
-            assert (back / "README.md").read_text().count("draftsmith export --heads DIR --format vllm") == 1
     lines, _ = ran(capsys, "--heads", heads_dir, "--format=vllm", "--output", tmp_path / "v", "--draft-length", 2)
     assert speculative(lines[-1])[1]["num_speculative_tokens"] == 2
 

@@ -1,6 +1,5 @@
 """`draftsmith export` of Medusa heads: written for other tools, or read from them."""
 
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -8,13 +7,11 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.formats import HeadsFormats
-from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.medusa.heads.formats.writing import check_format, refusal, written_bytes
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.proposer import MedusaProposer
-from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.export import ExportOptions, vllm_command, vocabulary_override
 from draftsmith.train.kinds.quantities import count_of, size
 
@@ -38,10 +35,6 @@ def _speculative(config: ExportOptions, heads: MedusaHeads) -> dict[str, Any]:
     if count > heads.config.num_heads:
         raise InputError(f"draft_length: expected at most the {heads.config.num_heads} heads, found {count}")
     return {"method": "medusa", "model": str(config.output), "num_speculative_tokens": count}
-
-
-def _card(heads: MedusaHeads, format: str, source: Path | None) -> str:
-    return str(card(heads, format, None if source is None else KeptStep.left_in(source)))
 
 
 def _announce(config: ExportOptions, heads: MedusaHeads, target: PreTrainedModel | None) -> None:
@@ -71,7 +64,6 @@ FORMATS = HeadsFormats(
     described=_described,
     speculative=_speculative,
     proposer=lambda heads, draft_length: MedusaProposer(heads, Tree.chain(draft_length)),
-    card=_card,
     announce=_announce,
     launch=_launch,
 )

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.formats.export import FORMATS as ALL
 from draftsmith.medusa.heads.formats.importing import READ, detect, import_heads
 from draftsmith.medusa.heads.formats.writing import FORMATS, refusal
@@ -533,27 +531,3 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"^output: expected to write in .*No space left"):
         ALL.write(made(), tmp_path / "x", "vllm")
     assert not list(tmp_path.iterdir())
-
-
-# --- cards ---
-
-
-def test_the_card_says_what_the_heads_are():
-    heads = made(2, bias=True, medusa_choices=CHOICES)
-    written = card(heads, top_1=[0.5, 0.25, 0.125], tau=1.8)
-    assert isinstance(written, ModelCard)
-    assert written.data.base_model == "org/target" and "medusa" in written.data.tags
-    for part in ("# Medusa heads for org/target", "a tree of 4 tokens", "MedusaHeads.from_pretrained",
-                 "draftsmith export --heads DIR --format vllm --output VLLM", '"num_speculative_tokens":3',
-                 "| Head 2, top-1 | 12.5% |", "chain | 1.80 |", "most likely token"):  # fmt: skip
-        assert part in written.text, part
-    assert "Acceptance" not in card(heads).text
-    assert str(ModelCard(str(written))) == str(written)
-
-
-def test_the_card_of_what_vllm_cannot_load_and_of_local_targets(tmp_path):
-    text = card(made(hydra=True, base_model_name_or_path=str(tmp_path))).text
-    assert "Hydra heads" in text and "Its format cannot hold Hydra heads" in text and "vllm serve" not in text
-    assert card(made(base_model_name_or_path=str(tmp_path))).data.base_model is None
-    text = card(made(), format="vllm").text
-    assert '"model":"DIR"' in text and "draftsmith export" not in text and 'import_heads("DIR", "vllm")' in text
