@@ -28,9 +28,8 @@ from draftsmith.decode.planning.costs import RoundCosts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.kinds import drafter_specs, recipes
-from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.pair import load_chains, load_pair, replay_completions
 from draftsmith.scripts.stages import JUDGED_LATER
-from draftsmith.scripts.trials import load_chains, replay_completions
 from draftsmith.train.cli import check_fields, flags_of
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare

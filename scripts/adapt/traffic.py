@@ -11,7 +11,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.progress import track
 from draftsmith.scripts.adapt.config import AdaptConfig
-from draftsmith.scripts.trials import load_chains, replay_completions
+from draftsmith.scripts.pair import load_chains, replay_completions
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.prompt_files import AnswersMode, read_prompts
 from draftsmith.train.data.prompts import Prompt

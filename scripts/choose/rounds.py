@@ -14,8 +14,8 @@ from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, m
 from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
+from draftsmith.scripts.pair import load_chains, named_specs, replay_completions
 from draftsmith.scripts.timed_settings import load_fastest
-from draftsmith.scripts.trials import load_chains, named_specs, replay_completions
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_tokenizer
