@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import check_rollback, follows_one_path, positions_of, runs_in_programs
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.proposers.draft_forward import (
     MOST_LAYERS,
     ModelDraftForward,
@@ -35,7 +35,7 @@ from draftsmith.decode.replay.texts import (
     pad_tokens,
     teacher_forced,
 )
-from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, scores_of_rows, uniforms
+from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import ROOT, Level, Tree
 
 
@@ -156,11 +156,11 @@ class DraftModelProposer(Proposer):
         if self.in_programs and (block := self.feeder.program_block(texts)) is not None:
             return self._draft_in_programs(block, draft_lengths)
         logits = self.feeder.feed_texts(texts)[:, 0]
-        if self.tree is None:
-            return self._chains(texts, draft_lengths, logits)
-        if isinstance(self.tree, Tree):
-            return self._static_trees(self.tree.pruned(max(draft_lengths))[0], texts, draft_lengths, logits)
-        return self._dynamic_trees(self.tree, texts, draft_lengths, logits)
+        if isinstance(self.tree, DynamicTree):
+            return self._dynamic_trees(self.tree, texts, draft_lengths, logits)
+        depth = max(draft_lengths)
+        tree = Tree.chain(depth) if self.tree is None else self.tree.pruned(depth)[0]
+        return self._static_trees(tree, texts, draft_lengths, logits)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the accepted tokens that were fed: all but the last of a path."""
@@ -233,37 +233,6 @@ class DraftModelProposer(Proposer):
         """True if drafts hold their confidence."""
         return not self.task.draw_siblings  # lossy rules may read it
 
-    def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> Drafts:
-        """Draft all rows a token at a time, and cut each row's draft to its length at the end."""
-        samplers, drawn, texts = self.samplers, self.draws, list(contexts)
-        lengths, active = list(draft_lengths), [k > 0 for k in draft_lengths]
-        tokens: list[Tensor] = []  # of each step, (B,)
-        distributions: list[Tensor] = []  # of each step, (B, V)
-        if drawn:  # each row's numbers come from its own generator: its draft does not depend on the other rows
-            u_BK = uniforms(self.generators, draft_lengths, torch.float64, logits.device)
-        for step in range(max(draft_lengths)):
-            scores = scores_of_rows(samplers, logits, texts)
-            if drawn or self.wants_confidence:
-                distributions.append(scores.softmax(-1))
-            for row in range(len(texts)) if samplers[0].asks_user else ():
-                if active[row] and bool(scores[row].isneginf().all()):  # there is nothing to draft
-                    active[row], lengths[row] = False, step
-            tokens.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
-            active = [alive and step + 1 < k for alive, k in zip(active, lengths, strict=True)]
-            if not any(active):
-                break
-            fed_B1 = tokens[-1][:, None]
-            logits = self.feeder.feed_nodes(fed_B1, step, None, step + 1)[:, 0]
-            if not samplers[0].context_free:
-                fed = zip(samplers, texts, fed_B1, scores.gather(1, fed_B1), strict=True)
-                texts = [sampler.after(*args) for sampler, *args in fed]
-        tokens_BK = torch.stack(tokens, 1)
-        q_BKV = torch.stack(distributions, 1) if distributions else None
-        confidence_BK = q_BKV.amax(-1) if q_BKV is not None and self.wants_confidence else None
-        # A row's last token was not fed.
-        self._fed = [[*range(k - 1), -1] if k else [] for k in lengths]
-        return Drafts.chains(lengths, tokens_BK, q_BKV if drawn else None, confidence_BK)
-
     def _draft_in_programs(self, block: ProgramBlock, draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft chains or trees of fixed shape with one program call; a long chain takes one for each few steps."""
         depth = self.task.draft_length
@@ -310,14 +279,15 @@ class DraftModelProposer(Proposer):
                 return logits[:, None]
             offset = len(fed)
             fed.extend(level.parents)
-            return self.feeder.feed_nodes(tokens.index_select(1, level.fed), offset, level.visible, level.depth)
+            visible = None if self.tree is None else level.visible
+            return self.feeder.feed_nodes(tokens.index_select(1, level.fed), offset, visible, level.depth)
 
-        drawn = self.draws and self.task.draw_siblings
+        drawn = self.draws and (self.tree is None or self.task.draw_siblings)
         drafts = draft_static_tree(
             tree, self.samplers, contexts, draft_lengths, self.generators, drawn, self.wants_confidence, logits_after
         )
         slots = {node: slot for slot, node in enumerate(fed)}
-        self._fed = [[slots.get(node, -1) for node in tree.pruned(k)[1]] for k in draft_lengths]
+        self._fed = [[slots.get(node, -1) for node in tree.pruned(draft.tree.depth)[1]] for draft in drafts]
         return drafts
 
     def _dynamic_trees(

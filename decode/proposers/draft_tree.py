@@ -135,9 +135,14 @@ def draft_static_tree(
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
     known: Known = {}
+    lengths = list(draft_lengths)
 
     def scores_after(level: Level, tokens: Tensor) -> Tensor:
-        return _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens), known)
+        scores = _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens), known)
+        if samplers[0].asks_user:
+            for row, nothing in enumerate(scores.isneginf().all(-1).all(-1).tolist()):  # no token is allowed
+                lengths[row] = min(lengths[row], level.depth) if nothing else lengths[row]
+        return scores
 
     def draw_uniforms(level: Level, numbers: int, dtype: torch.dtype) -> Tensor:
         numbers *= len(level.parents)
@@ -147,7 +152,7 @@ def draft_static_tree(
 
     drawing = draw_uniforms if drawn else None
     draft = choose(tree, tree.levels(tokens.device), tokens, scores_after, drawing, confidence)
-    return draft.drafts(tree, draft_lengths)
+    return draft.drafts(tree, lengths)
 
 
 def choose(

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import StaticDraft, TreeProposer, draft_static_tree
+from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions, pad_tokens
-from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
 from draftsmith.distill.parallel.replay import text_acceptance, text_ranks
@@ -106,9 +106,6 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         depth = max(lengths)
         masks = torch.full((depth - 1,), self._mask, device=texts[0].device)
         logits_BKV = self.feeder.feed_texts(texts, masks)[:, :depth]
-        # Without processors that read drafted tokens, all tokens of a chain are chosen at once.
-        if self.tree is None and self.samplers[0].context_free and not self.task.row_samplers:
-            return self._chains_at_once(lengths, logits_BKV)
         return draft_static_tree(
             self.shape(depth),
             self.samplers,
@@ -119,19 +116,3 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
             self.wants_confidence,
             lambda level, tokens: logits_BKV[:, level.depth, None],
         )
-
-    def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> list[Proposal]:
-        """Draft the chains that `draft_static_tree` would, in one step for all depths."""
-        scores = self.samplers[0].scores(logits_BKV.flatten(0, 1), [])
-        drawn_BKV: Tensor | None = None
-        if self.draws:
-            drawn_BKV = scores.softmax(-1).view(logits_BKV.shape)
-            u_BK = uniforms(self.generators, draft_lengths, torch.float64, logits_BKV.device)
-            tokens_BK = draw_rows(drawn_BKV.flatten(0, 1), u_BK.flatten()).view(u_BK.shape)
-        else:
-            tokens_BK = argmax(scores).view(logits_BKV.shape[:2])
-        confidence_BK: Tensor | None = None
-        if self.wants_confidence:
-            confidence_BK = scores.softmax(-1).amax(-1).view(logits_BKV.shape[:2])
-        draft = StaticDraft(tokens_BK, drawn_BKV, confidence=confidence_BK)
-        return draft.drafts(Tree.chain(tokens_BK.shape[1]), draft_lengths)

@@ -119,17 +119,6 @@ def test_a_draft_drafts_its_own_length_if_none_is_given(small):
     assert len(out.counts.num_draft_tokens_per_pos) == LONGEST
 
 
-def test_chains_at_once_are_those_drafted_in_turn(small):
-    """The slow reference: a tree of width one, a depth at a time."""
-    options = {"draft_length": 5, "max_new_tokens": 24, "do_sample": True, "seed": 9, "temperature": 0.8}
-    trees = (None, Tree.chain(5))
-    fast, slow = (
-        speculative_generate(small, ParallelDraftProposer(llama_draft(), tree), *batch(4, 7), **options)
-        for tree in trees
-    )
-    assert torch.equal(fast.sequences, slow.sequences) and fast.counts == slow.counts
-
-
 def test_processors_see_the_tokens_drafted_before(small):
     """q of the second token is warped as if the first stood."""
     proposer = Watched(llama_draft())
