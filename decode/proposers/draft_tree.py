@@ -16,7 +16,7 @@ from draftsmith.decode.cache.forward import likeliest
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Proposal, Proposer, SiblingDraws
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.sampling import Sampler, draw_rows, draw_siblings, scores_of_rows, uniforms
+from draftsmith.decode.sampling import Sampler, argmax, draw_rows, draw_siblings, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
 
@@ -185,7 +185,8 @@ def choose(
             u_B1 = uniforms(level, 1, torch.float64)
             candidates_BPW = draw_rows(distributions[-1][:, 0], u_B1[:, 0])[:, None, None]
         elif level.widest == 1:  # −1 marks logits that are not numbers
-            candidates_BPW = likeliest(scores_BFV).clamp(min=0)[..., None].expand(-1, parents, -1)
+            best_BF = likeliest(scores_BFV).clamp(min=0) if torch.compiler.is_exporting() else argmax(scores_BFV)
+            candidates_BPW = best_BF[..., None].expand(-1, parents, -1)
         else:
             candidates_BPW = scores_BFV.topk(level.widest).indices.expand(-1, parents, -1)
         # Each child takes its candidate, by its rank among its siblings.
