@@ -116,8 +116,8 @@ class TreeConfig(ModelOptions):
     compiled: bool | None = None
     """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
     output: str | None = None
-    """The directory that receives `tree.json`, `tree.svg` and `tree.png`; the drafter is not changed. None writes them
-    next to the drafter, and the tree into its config.json."""
+    """The directory that receives `tree.json`; the drafter is not changed. None writes it next to the drafter, and the
+    tree into its config.json."""
     rows: int = 1
     """Texts decoded together while costs are measured."""
     limit: int | None = None

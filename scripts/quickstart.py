@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"\ndone in {time.perf_counter() - start:.0f} s; the files:")
     for name, what in (
         ("draft/", "the distilled draft, an ordinary Hugging Face directory"),
-        ("medusa/", "the heads, with the picture of their tree in tree.svg"),
+        ("medusa/", "the heads, with their tree in config.json"),
         ("completions/", "what the target wrote"),
         ("report.html", "the verdict, and every figure that it rests on, on one page"),
         ("report.json", "the same for machines, with counts and intervals"),

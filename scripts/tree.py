@@ -27,7 +27,6 @@ from draftsmith.decode.tree import Tree
 from draftsmith.decode.validation import read
 from draftsmith.scripts.configs import TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
-from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
@@ -43,7 +42,6 @@ REPEATS, MOST_TIMED = 2, 5
 """Turns of whole rounds, and the most trees, evenly spaced by size, whose rounds are timed."""
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that may differ: half precision breaks near-ties otherwise in other shapes."""
-FILES = ("tree.json", "tree.svg", "tree.png")
 TOP = (1, 2, 3, 5)
 NAMES = {
     "chain": "chain of full depth",
@@ -67,7 +65,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
         raise InputError(f"drafter: expected one whose tree can be searched for ({searched}), found a {kind.title}")
     if config.output is None and not (Path(path) / "config.json").is_file():
         raise InputError(f"drafter: expected a directory with a config.json, to write the tree to, found {path}")
-    require_writable(config.output or path, *FILES, field="drafter" if config.output is None else "output")
+    require_writable(config.output or path, "tree.json", field="drafter" if config.output is None else "output")
     target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     if follows_one_path(target_config):
         raise InputError(
@@ -116,7 +114,6 @@ def search(config: TreeConfig) -> dict[str, Any]:
         },
         "rank_accuracies": tree_search.rank_accuracies(check).tolist(),
         "trees": {name: _figures(check, other, tree) for name, other in trees.items()},
-        "node_shares": tree_search.node_shares(check, tree).tolist(),
         "costs": None,
     }
     if budgets:
@@ -132,7 +129,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
         ]
         decoding = {"rows": config.rows, "context": median, "compiled": settings.compiled}
         report["costs"] = decoding | {"budgets": rows, "doubts": doubts}
-    _write(Path(config.output or path), report, tree)
+    write_json(Path(config.output or path) / "tree.json", report)
     if config.output is None:
         file = Path(path) / "config.json"
         write_json(file, read(dict[str, Any], file) | {kind.tree_key: report["choices"]})
@@ -261,15 +258,6 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
         "mean_acceptance_length": tree_search.acceptance_estimate(check, tree),
         "gain_of_searched": None if tree == searched else ratio_difference(tokens, rounds, tokens, others),
     }
-
-
-def _write(directory: Path, report: dict[str, Any], tree: Tree) -> None:
-    write_json(directory / "tree.json", report)
-    estimate, texts = report["trees"]["searched"]["mean_acceptance_length"], report["calibration"]["texts"]["check"]
-    title = f"{len(tree)} nodes, τ {format_estimate(estimate, spread='interval')}"
-    subtitle = f"tokens per forward of the target at T=0, replayed on {texts} texts that were not searched on"
-    svg = draw_tree(tree, report["node_shares"], title, subtitle, png=directory / "tree.png")
-    (directory / "tree.svg").write_text(svg, encoding="utf-8")
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:

@@ -67,17 +67,6 @@ def acceptance_estimate(texts: Sequence[TextRanks], tree: Tree) -> Estimate:
     return ratio([len(text) for text in texts], [text.rounds(tree) for text in texts])
 
 
-def node_shares(texts: Sequence[TextRanks], tree: Tree) -> np.ndarray:
-    """Return the share of a decoder's rounds at T=0 that accept each node, (nodes,) float64."""
-    passed, rounds = np.zeros(len(tree)), 0
-    for text in texts:
-        starts = text.starts(tree)
-        reached = text.nodes(tree)[starts]
-        passed += np.bincount(reached[reached != ROOT], minlength=len(tree))
-        rounds += len(starts)
-    return passed / rounds
-
-
 def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None = None) -> dict[Path, float]:
     """Return the summed weight of the starts that have each path of ranks; `weights` holds (N,) for each text, or 1s.
 

@@ -5,7 +5,6 @@ import math
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -68,7 +67,6 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, caps
     loaded = MedusaHeads.from_pretrained(heads)
     assert loaded.tree == Tree.from_choices(report["choices"])
     assert len(loaded.tree) == report["trees"]["searched"]["nodes"] <= 9
-    assert len(report["node_shares"]) == len(report["choices"])
 
     texts = report["calibration"]["texts"]
     assert texts["search"] >= texts["check"] >= texts["selection"] >= 1 and sum(texts.values()) <= 24
@@ -89,12 +87,6 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, caps
     assert "depth 3" in out and f"{lengths['searched']:.2f}" in out and f"tree: {heads / 'tree.json'}" in out
     assert max(map(len, out.replace(str(heads), "").splitlines())) <= 80
 
-    svg = ElementTree.parse(heads / "tree.svg").getroot()
-    names = [element.get("id", "").split()[:1] for element in svg.iter()]
-    assert names.count(["node"]) == 1 + len(loaded.tree) and names.count(["edge"]) == len(loaded.tree)
-    assert f"{len(loaded.tree)} nodes" in "".join(svg.itertext())
-    assert (heads / "tree.png").read_bytes().startswith(b"\x89PNG")
-
     target = load_model(pipeline / "target")
     ids = torch.tensor([load_completions(str(made / "greedy"))[0]["input_ids"][:3]])
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -112,7 +104,7 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(
     assert main(tree_of(pipeline, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
     assert (heads / "config.json").read_bytes() == before and not (heads / "tree.json").exists()
     report = json.loads((tmp_path / "out" / "tree.json").read_text())
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tree.json", "tree.svg", "tree.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tree.json"}
     budgets = report["costs"]["budgets"]
     assert report["costs"]["rows"] == 2 and sum(report["calibration"]["texts"].values()) <= 12
     best = max(budgets, key=lambda budget: budget["predicted_speedup"])

@@ -13,7 +13,6 @@ from draftsmith.decode.measurement.tree_search import (
     heaviest_tree,
     independence_tree,
     mean_acceptance_length,
-    node_shares,
     path_masses,
     rank_accuracies,
     reference_tree,
@@ -117,12 +116,11 @@ def test_accuracies_are_shares_of_the_drafted_tokens():
         rank_accuracies([text([[0, 0], [0, 0]])])
 
 
-def test_shares_of_nodes_are_those_of_the_decoders_rounds():
+def test_the_length_of_a_tree_is_that_of_the_decoders_rounds():
     own, tree = text([[9, 9], [0, 0], [1, 9], [1, 0], [0, 9], [9, 9], [0, 0]], limit=9), reference_tree(2, 4)
     # From 0 one token; from 1 (0), (0, 0); from 4 (0); from 6 (0), which ends the text.
     assert tree_choices(tree) == [(0,), (1,), (0, 0), (0, 1)]
     assert own.starts(tree) == [0, 1, 4, 6]
-    assert node_shares([own], tree).tolist() == [3 / 4, 0, 1 / 4, 0]
     assert mean_acceptance_length([own], tree) == 7 / 4
     assert acceptance_estimate([own, own], tree).value == 7 / 4
 
