@@ -11,7 +11,9 @@ from draftsmith.distill.card import card
 from draftsmith.distill.carving import CHOICE, Carving, choose
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
+from draftsmith.distill.memory import DraftPlan
 from draftsmith.distill.parallel.layout import mask_tokens
+from draftsmith.distill.parallel.memory import ParallelPlan
 from draftsmith.distill.parallel.model import choose_attention, make_parallel, require_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
@@ -20,6 +22,7 @@ from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import few_texts
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import TrainingRun, launch
+from draftsmith.train.memory.machines import Machines
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.teacher.cache_reader import SampleIndex, find_distributions
 from draftsmith.train.teacher.feature_reader import holds_features
@@ -126,6 +129,11 @@ def distill(config: DistillConfig, kept: StateCache | None = None) -> DistillTra
     run = DistillRun(config)
     run.kept = kept
     return run.train()  # type: ignore[return-value]
+
+
+def plan_of(config: DistillConfig, machines: Machines) -> DraftPlan:
+    """Return the plan of a run's memory, with masks for a parallel draft."""
+    return (ParallelPlan if config.parallel else DraftPlan)(config, machines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ DISTILL = Recipe(
     "trains a draft model on the target's distribution",
     "draftsmith.distill",
     "draftsmith.distill.config:DistillConfig",
-    "draftsmith.distill.parallel.memory:plan_of",
+    "draftsmith.distill.__main__:plan_of",
     begun="draft",
     made=("init.",),
 )

@@ -86,7 +86,6 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
 COMMANDS = {name: command for stage in ROAD.values() for name, command in stage.items()}
 MODULES = {"align": "choose.align", "export": "engines.export", "measure": "measure.command"}
 """Commands whose module's name follows neither from their own nor from their config's package."""
-RENAMED = {"medusa-tree": "tree"}
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """Flags of `accelerate launch` for one of several machines."""
@@ -119,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version", "version"):
         return run(lambda: print(", ".join(f"{name} {version(name)}" for name in VERSIONS)))
     name, *rest = arguments
-    name = RENAMED.get(name, name)
     if name not in summaries():
         line = f"error: expected a command out of {', '.join(summaries())}, found {name!r}"
         print(line + nearest(name, summaries()), file=sys.stderr)

@@ -12,7 +12,6 @@ from draftsmith.distill.parallel.chains import Chains, kept_shares, most_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.memory.machines import Machines
 from draftsmith.train.memory.trace import BatchShape
 
 
@@ -59,8 +58,3 @@ class ParallelPlan(DraftPlan):
     def repeats(self) -> float:
         """The entries of the draft's forward for each token: a mask costs as much as a token."""
         return 1.0 + float(self.shares.sum())
-
-
-def plan_of(config: Any, machines: Machines) -> DraftPlan:
-    """Return the plan of a distillation run, with masks for a parallel draft."""
-    return (ParallelPlan if config.parallel else DraftPlan)(config, machines)

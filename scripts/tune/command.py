@@ -30,7 +30,6 @@ from draftsmith.scripts.tune.tradeoff import (
     DecodedPrompt,
     RuleSetting,
     choose,
-    draw_tradeoff,
     figures,
     level_between,
     print_tradeoff,
@@ -71,7 +70,7 @@ class Task:
 
 
 def tune(config: TuneConfig) -> dict[str, Any]:
-    """Decode in every setting, write `tune.json` and `tune.svg`, and return the content of tune.json.
+    """Decode in every setting, write `tune.json`, and return its content.
 
     Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
     affects all settings alike, and in two of the clock's turns or more; the median ratio to plain decoding counts.
@@ -80,10 +79,9 @@ def tune(config: TuneConfig) -> dict[str, Any]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    output = require_writable(config.output, "tune.json", "tune.svg")
+    output = require_writable(config.output, "tune.json")
     report = _report(_load(config))
     write_json(output / "tune.json", report)
-    draw_tradeoff(report, output / "tune.svg")
     return report
 
 
@@ -183,5 +181,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return load_main(argv)
     config = parse_config(TuneConfig, argv, prog="draftsmith tune")
     print_tradeoff(tune(config))
-    print(f"curve: {Path(config.output) / 'tune.svg'}, figures: {Path(config.output) / 'tune.json'}")
+    print(f"figures: {Path(config.output) / 'tune.json'}")
     return 0

@@ -27,7 +27,7 @@ class TuneConfig(Sampling, PromptedTarget):
     """Decode prompts by lossy rules at several levels, and find the fastest within the allowed departure."""
 
     output: str
-    """The directory that receives `tune.json` and `tune.svg`."""
+    """The directory that receives `tune.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The drafter: `DIR`, or a kind that needs no files, such as prompt_lookup."""
     draft_length: int = 4

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,12 +19,9 @@ from draftsmith.decode.measurement.intervals import (
 )
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 from draftsmith.scripts.summary import figures_table
-from draftsmith.train.files import atomic_path
 
 RULES = ("typical", "threshold", "cascade")
 COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
-COLOURS = {"typical": "#0b69a3", "threshold": "#b7791f", "cascade": "#2d9d6f"}
-LIMIT = "#b83280"
 MEASURES = {
     "argmax_disagreement": "tokens that are not the target's argmax",
     "mean_total_variation": "total variation of a token's distribution from the target's",
@@ -207,45 +203,6 @@ def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> No
         )
     console.print(table)
     console.print(report["reason"], highlight=False, soft_wrap=True)
-
-
-def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
-    """Draw speed-up against departure as SVG, one line for each rule; written to a temporary file, then renamed."""
-    from matplotlib import rc_context  # a slow import, half a second
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-
-    def plot(rows: Sequence[dict[str, Any]], marker: str, **look: Any) -> None:
-        names = "departure", "speedup"
-        x, y = ([row[name].value for row in rows] for name in names)
-        x_arms, y_arms = (list(zip(*(row[name].arms() for row in rows), strict=True)) for name in names)
-        axes.errorbar(x, y, y_arms, x_arms, fmt=marker, elinewidth=0.5, **look)
-
-    for rule in dict.fromkeys(row["rule"] for row in report["levels"]):
-        rows = [row for row in report["levels"] if row["rule"] == rule]
-        plot(rows, "o-", color=COLOURS[rule], label=rule, markersize=4)
-        for row in rows:
-            place = row["departure"].value, row["speedup"].value
-            axes.annotate(f"{row['level']:.3g}", place, (4, 4), textcoords="offset points", fontsize=7)
-    axes.axhline(report["exact"]["speedup"].value, color="black", linewidth=0.8, linestyle=":", label="exact")
-    axes.axhline(1, color="grey", linewidth=0.8, linestyle=":", label="plain decoding")
-    if report["max_departure"] is not None:
-        axes.axvline(report["max_departure"], color=LIMIT, linewidth=0.8, linestyle="--", label="asked for")
-    if (chosen := report["chosen"]) is not None:
-        plot([chosen], "o", markersize=12, mfc="none", color=LIMIT, label=f"chosen: {_name(chosen)}")
-    # A symmetric log scale: departures of a few per mille matter as much as those of tens of per cent.
-    axes.set_xscale("symlog", linthresh=0.01)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(PercentFormatter(1))
-    axes.set(xlabel=MEASURES[report["departure"]], ylabel="speed-up over plain decoding")
-    axes.set_title(report["reason"], fontsize=9, loc="left", wrap=True)
-    axes.legend(frameon=False)
-    # Text stays text, and the file is reproducible.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}), atomic_path(path) as aside:
-        figure.savefig(aside, format="svg", metadata={"Date": None})
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def command(made, tmp_path, capfd):
             "doctor": drafts,
             "prepare": {"prompts": made / "prompts.jsonl", "output": output, "endpoint": "http://127.0.0.1:9/v1"},
             "certify": {"server": "http://127.0.0.1:9", "output": output / "certificate.json"},
-            "medusa-tree": {
+            "tree": {
                 "heads": made / "heads",
                 "completions": f"[{made / 'completions'}]",
                 "nodes": 4,
@@ -74,8 +74,8 @@ def refused(command, name: str, named: str, **fields: object) -> None:
     assert lines[0].startswith(f"error: {named}"), err
 
 
-LOADING = ("generate", "measure", "tune", "profile", "doctor", "medusa-tree")
-WRITING = ("measure", "tune", "profile", "medusa-tree", "export")
+LOADING = ("generate", "measure", "tune", "profile", "doctor", "tree")
+WRITING = ("measure", "tune", "profile", "tree", "export")
 
 
 @pytest.mark.parametrize("name", LOADING)
@@ -247,7 +247,7 @@ def test_completions_that_prepare_did_not_write_are_refused(command, made, tmp_p
     damage, named = COMPLETIONS[fault]
     completions = shutil.copytree(made / "completions", tmp_path / "completions")
     damage(completions)
-    for name, given in (("medusa-tree", f"[{completions}]"), ("doctor", completions)):
+    for name, given in (("tree", f"[{completions}]"), ("doctor", completions)):
         code, err = command(name, completions=given)
         last = err.splitlines()[-1]
         assert code == 2 and last.startswith(f"error: {completions}") and named in last and "Traceback" not in err, err
@@ -258,7 +258,7 @@ def test_completions_of_another_target_are_told_of(command, made, capfd):
     assert "✓ origin: written by this target" in capfd.readouterr().out
     cli.main(["doctor", "--target", str(made / "other"), "--completions", str(made / "completions")])
     assert f"! origin: written by {made / 'target'}, another target" in capfd.readouterr().out.replace("\n", " ")
-    code, err = command("medusa-tree", target=made / "other")
+    code, err = command("tree", target=made / "other")
     assert code == 2 and "expected in" in err and "what" in err and "wrote at temperature 0" in err
 
 

@@ -46,7 +46,7 @@ REFUSAL = """
 import sys
 from draftsmith.scripts import cli
 
-for name in ("measure", "tune", "profile", "generate", "doctor", "medusa-tree", "prepare", "cache", "quickstart",
+for name in ("measure", "tune", "profile", "generate", "doctor", "tree", "prepare", "cache", "quickstart",
              "distill", "medusa"):
     assert cli.main([name, "--no_such_field", "1"]) == 2, name
     heavy = {"torch", "transformers", "datasets", "scipy", "matplotlib"} & set(sys.modules)

@@ -62,7 +62,6 @@ def check_line(words: list[str]) -> None:
     program, *argv = words
     if program == "draftsmith":
         name, *argv = argv
-        name = cli.RENAMED.get(name, name)
         if name in cli.launched_commands():
             command, _ = cli.launch_command(name, argv)
             check_fields(name, command[command.index(cli.launched_commands()[name]) + 1 :])
@@ -126,7 +125,7 @@ def test_inline_code_names_what_is_there(page):
             flag = "--" + words[0][2:].replace("-", "_")
             assert flag in known_flags(), f"there is no flag {words[0]!r}"
         elif words[0] == "draftsmith" and len(words) > 1:
-            assert words[1] in {*cli.summaries(), *cli.RENAMED, *OPTIONS, "COMMAND"}, f"there is no command {text!r}"
+            assert words[1] in {*cli.summaries(), *OPTIONS, "COMMAND"}, f"there is no command {text!r}"
         elif words[0] == "make" and len(words) == 2:
             check_line(words)
 

@@ -1,7 +1,6 @@
 """`draftsmith tune` on a tiny pair: the curve, and the level it takes."""
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 from conftest import perturbed, tiny_llama
@@ -113,14 +112,6 @@ def test_the_search_goes_between_the_levels_and_takes_the_fastest_that_is_allowe
     fastest = max(inside, key=lambda row: row["mean_acceptance_length"].value)
     assert tuned["chosen"] == fastest and fastest["gain_over_exact"].ci95[0] > 0
     assert tuned["reason"].startswith(f"{fastest['rule']} at level ")
-
-
-def test_the_picture_holds_every_rule_and_the_choice(models, tuned):
-    svg = ElementTree.parse(models / "out" / "tune.svg").getroot()
-    words = " ".join(svg.itertext())
-    for said in ("typical", "threshold", "cascade", "exact", "asked for", "chosen: ", "speed-up over plain decoding"):
-        assert said in words
-    assert sorted(path.name for path in (models / "out").iterdir()) == ["tune.json", "tune.svg"]
 
 
 def test_the_table_fits_and_says_what_to_take(tuned, capsys):

@@ -132,14 +132,6 @@ def test_older_flags_are_aliases(tmp_path):
     assert parse_config(GenerateConfig, ["--target", "t", "--prompt", "p", "--medusa", "h"]).drafter == ["medusa:h"]
 
 
-def test_older_commands_are_aliases(capsys):
-    for name in ("medusa-tree", "tree"):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main([name, "--help"])
-    older, newer = capsys.readouterr().out.split("usage: draftsmith tree")[1:]
-    assert older == newer
-
-
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if not kind.stored and not kind.formats], ids=lambda kind: kind.name
 )
