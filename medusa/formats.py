@@ -72,7 +72,6 @@ class HeadsFormats:
     """The lines that launch a server: the target's name, speculative config, heads, format, target."""
     notes: Callable[[Any, str, PreTrainedModel | None], list[str]]
     noun: str = "heads"
-    check_format: Callable[[str], object] | None = None
     adapted: Callable[[Any, str, torch.dtype], Any] = lambda heads, format, dtype: from_tensors(
         type(heads), heads.config, round_tensors(heads.state_dict(), dtype)
     )
@@ -82,7 +81,6 @@ class HeadsFormats:
     )
     reads_target: Callable[[Any, str], bool] = lambda heads, format: False  # files that hold weights of the target
     on_cpu: Callable[[Any], str] = lambda heads: ""  # `Served.on_cpu`
-    announce: Callable[[ExportOptions, Any, PreTrainedModel | None], None] = lambda config, heads, target: None
 
     def write(
         self,
@@ -101,8 +99,6 @@ class HeadsFormats:
             InputError: a format, dtype, heads or directory that do not allow it.
         """
         directory = Path(directory)
-        if self.check_format is not None:
-            self.check_format(format)
         reason = self.refusal(heads, check_format(format, self.names), target)
         if reason is not None:
             raise InputError(f"format: expected {self.noun} that {format} can hold, found {reason}")
@@ -129,7 +125,6 @@ class HeadsFormats:
             if self.reads_target(heads, format):
                 target = load_target(config.target, code)
         speculative = self.speculative(config, heads)
-        self.announce(config, heads, target)
         card = Path(source) / "README.md"
         readme = card.read_text(encoding="utf-8") if card.is_file() else None
         notes = self.write(heads, output, format, config.dtype, readme, target)

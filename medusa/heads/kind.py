@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from draftsmith.decode.proposers.base import Proposer
-    from draftsmith.train.kinds.export import ExportOptions
 
 
 class Medusa(HeadsKind):
@@ -74,13 +73,6 @@ class Medusa(HeadsKind):
         # Chains cannot be longer than the number of heads.
         draft_length = min(draft_length, heads.config.num_heads)
         return MedusaProposer(heads, Tree.chain(draft_length)), draft_length
-
-    def check_format(self, config: "ExportOptions") -> None:
-        """Check the format; the message for SGLang says that it loads no Medusa heads."""
-        from draftsmith.medusa.heads.formats.writing import check_format
-
-        check_format(str(config.format))
-        super().check_format(config)
 
     def recognises_foreign(self, directory: Path) -> bool:
         """Return whether the directory has marks of any format."""

@@ -17,7 +17,6 @@ from draftsmith.scripts import cli
 from draftsmith.scripts.engines import export
 from draftsmith.scripts.engines.draft_lengths import NUM, SCHEMA
 from draftsmith.train.kinds.export import vllm_command, vocabulary_override
-from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
@@ -84,7 +83,7 @@ def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
     assert words == ["vllm", "serve", str(pair_dirs[0])]
     assert config == {"method": "medusa", "model": str(output), "num_speculative_tokens": K}
     told = "\n".join(lines[:-1])
-    assert "the tree of 3 tokens is not written" in told and "SGLang loads no Medusa heads" in told
+    assert "the tree of 3 tokens is not written" in told
     assert all(line.startswith("# ") for line in lines[:-1])
     assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors"}
     written = load_file(output / "model.safetensors")
@@ -92,8 +91,6 @@ def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
         f"lm_heads.{h}.weight" for h in range(K)
     }
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    bytes_of_all = sum(2 * tensor.numel() for tensor in written.values())
-    assert f"writes {size(bytes_of_all)} of weights to {output}; the target's own take " in told
     same = logits(import_heads(heads_dir).to(torch.bfloat16).float())
     assert torch.equal(logits(import_heads(output).float()), same)
 
@@ -201,7 +198,6 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
         (["--medusa", "H", "--format", "vllm"], "output: expected a directory to write in, found none"),
         (["--import_from", "H", "--draft_length", "2"], "draft_length: expected none with heads to import"),
         (["--medusa", "H", "--output", "O"], "format: expected one, found none"),
-        (["--medusa", "H", "--output", "O", "--format", "sglang"], "SGLang loads no Medusa heads"),
         (["--medusa", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, found"),
         (["--draft", "D", "--format", "own"], "format: expected one of vllm, sglang, found 'own'"),
         (["--draft", "D", "--format", "vllm", "--dtype", "float16"], "dtype: expected none with a draft model"),

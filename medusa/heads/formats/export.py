@@ -9,11 +9,11 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.formats import HeadsFormats
 from draftsmith.medusa.heads.formats import writing
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.medusa.heads.formats.writing import check_format, refusal, written_bytes
+from draftsmith.medusa.heads.formats.writing import refusal
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.train.kinds.export import ExportOptions, vllm_command, vocabulary_override
-from draftsmith.train.kinds.quantities import count_of, size
+from draftsmith.train.kinds.quantities import count_of
 
 
 def _described(heads: MedusaHeads) -> str:
@@ -37,25 +37,15 @@ def _speculative(config: ExportOptions, heads: MedusaHeads) -> dict[str, Any]:
     return {"method": "medusa", "model": str(config.output), "num_speculative_tokens": count}
 
 
-def _announce(config: ExportOptions, heads: MedusaHeads, target: PreTrainedModel | None) -> None:
-    format = str(config.format)
-    if refusal(heads, check_format(format)) is None:
-        written = f"# writes {size(written_bytes(heads, format, config.dtype))} of weights to {config.output}"
-        if target is not None:
-            written += f"; the target's own take {size(sum(p.numel() * p.element_size() for p in target.parameters()))}"
-        print(written, flush=True)  # at once: a disk may be too small for it
-
-
 def _launch(
     name: str, speculative: dict[str, Any], heads: MedusaHeads, format: str, target: PreTrainedModel | None
 ) -> list[str]:
     override = None if target is None else vocabulary_override(target.config)
-    return ["# SGLang loads no Medusa heads", vllm_command(name, speculative, override)] if format == "vllm" else []
+    return [vllm_command(name, speculative, override)] if format == "vllm" else []
 
 
 FORMATS = HeadsFormats(
     names=writing.FORMATS,
-    check_format=check_format,
     read=import_heads,
     refusal=refusal,
     adapted=writing.adapt_heads,
@@ -64,6 +54,5 @@ FORMATS = HeadsFormats(
     described=_described,
     speculative=_speculative,
     proposer=lambda heads, draft_length: MedusaProposer(heads, Tree.chain(draft_length)),
-    announce=_announce,
     launch=_launch,
 )

@@ -5,27 +5,16 @@ biases of language-model heads.
 """
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import check_dtype, dtype_name, from_tensors, round_tensors
+from draftsmith.medusa.checkpoint_files import dtype_name, from_tensors, round_tensors
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.train.kinds.export import check_format as one_of_formats
 from draftsmith.train.losses.cut_vocabulary import whole_rows
-from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm")
-
-
-def check_format(format: str, known: Sequence[str] = FORMATS) -> str:
-    """Return the format's name, or raise an InputError if it is unknown."""
-    if format == "sglang":
-        raise InputError(f"format: expected one of {', '.join(known)}, found 'sglang'; SGLang loads no Medusa heads")
-    return one_of_formats(format, known)
 
 
 def refusal(heads: MedusaHeads, format: str, target: PreTrainedModel | None = None) -> str | None:
@@ -41,16 +30,6 @@ def refusal(heads: MedusaHeads, format: str, target: PreTrainedModel | None = No
     if config.truncated_vocab_size < config.vocab_size and config.truncated_vocab_size == 1:
         return f"a truncated vocabulary of 1 tokens; {stay}"
     return None
-
-
-def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> int:
-    """Return the size of the weights as written, usually more in vLLM's format than in ours."""
-    config, kind = heads.config, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
-    blocks = sum(p.numel() for name, p in heads.named_parameters() if not name.startswith("lm_head"))
-    count = 1 if config.original_lm_head else config.num_heads
-    rows = config.vocab_size if format == "vllm" else config.truncated_vocab_size
-    bias = int(config.lm_head_bias)
-    return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
 
 
 def adapt_heads(heads: MedusaHeads, format: str, dtype: torch.dtype) -> MedusaHeads:
