@@ -100,12 +100,14 @@ def vllm_counts(
     draft_length: int,
     room: int | None = None,
     drafted_T: np.ndarray | None = None,
+    past_end: bool = True,
 ) -> ServerCounts:
     """Return the expected counts of a server that writes one text of `tokens` up to its end.
 
     `acceptance_TK` is `TextReplay.rounds` of the text and γ tokens past its end, (≥ `tokens` + γ − 1, ≥ γ), 0 or 1 at
     T=0. `room` is the space that the server's context leaves after the prompt, past which it verifies no draft.
-    `drafted_T` is `TextReplay.drafted` if some rounds draft fewer than γ; one that drafts nothing is no round.
+    `drafted_T` is `TextReplay.drafted` if some rounds draft fewer than γ; one that drafts nothing is no round. Other
+    servers count no acceptance past the end of the text: `past_end` is False.
     """
     starts, depth = acceptance_TK.shape
     if starts < tokens + draft_length - 1 or depth < draft_length:
@@ -124,7 +126,8 @@ def vllm_counts(
         reach_K = np.cumprod(a_K)  # P(the first j + 1 drafts are accepted)
         drafts += begins[t] * (gamma > 0)
         drafted += begins[t] * gamma
-        accepted_K[:gamma] += begins[t] * reach_K
+        counted = gamma if past_end else min(gamma, tokens - t)
+        accepted_K[:counted] += begins[t] * reach_K[:counted]
         stops_K = np.append(1.0, reach_K) * np.append(1 - a_K, 1.0)  # P(exactly j are accepted)
         begins[t + 1 : t + gamma + 2] += begins[t] * stops_K  # the next step starts after the bonus token
     return ServerCounts(float(drafts), float(drafted), float(accepted_K.sum()), tuple(accepted_K.tolist()))

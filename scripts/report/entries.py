@@ -185,9 +185,9 @@ class Cause(Entry):
         "target",
         "dtype",
         "draft sampling",
+        "counting",
         "another drafter",
         "draft",
-        "draft dtype",
     ]
     evidence: str
     remedy: str

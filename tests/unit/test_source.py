@@ -75,14 +75,6 @@ def test_no_habit_words(folder):
     assert not wrong, "\n".join(wrong)
 
 
-def test_planted_words_are_seen(tmp_path):
-    source = tmp_path / "planted.py"
-    source.write_text('"""Of x.\n\nThe rest is behind it."""\nx = 1  # so many\ny = "a text of which"\n', "utf-8")
-    planted = texts(source)
-    assert sum(bool(HABITS.search(text)) for _, text, _ in planted) == 3
-    assert [line for line, text, docstring in planted if docstring and OPENINGS.match(text)] == [1]
-
-
 @pytest.mark.parametrize("folder", COMMENTED)
 def test_hard_code_has_comments(folder):
     code = said = 0

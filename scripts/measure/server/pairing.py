@@ -64,8 +64,8 @@ class Pairing:
     """The margin, as a share of the largest logit, within which rounding decides between two tokens. None if the
     report's arithmetic is fine enough that texts and counts must be equal."""
 
-    def expected_counts(self, drafter: str, verifier: Verifier) -> list[ServerCounts] | None:
-        """Return the counts that a drafter must cause for each expected text; None if unknown."""
+    def expected_counts(self, drafter: str, verifier: Verifier, past_end: bool = True) -> list[ServerCounts] | None:
+        """Return the counts that a drafter must cause for each expected text; None if unknown. See `vllm_counts`."""
         counts = []
         for text in self.expected:
             a_TK = text.acceptance(drafter, verifier, self.setting.draft_length)
@@ -73,7 +73,7 @@ class Pairing:
                 return None
             room = None if self.setting.room is None else self.setting.room - len(text.prompt_ids)
             length, drafted_T = self.setting.draft_length, text.lengths(drafter)
-            counts.append(vllm_counts(a_TK, text.length, length, room, drafted_T))
+            counts.append(vllm_counts(a_TK, text.length, length, room, drafted_T, past_end))
         return counts
 
     @cached_property

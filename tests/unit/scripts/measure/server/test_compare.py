@@ -88,12 +88,8 @@ def test_a_server_that_does_as_expected_agrees_to_the_integer(turn):
     of = texts(0.0)
     found = compare(of, *served(of), turn=turn)
     assert found.agrees and found.exact and found.expected == found.counted and found.causes == []
-    assert (found.same_prompts, found.same_texts, found.first_position, found.departure) == (
-        PROMPTS,
-        PROMPTS,
-        None,
-        None,
-    )
+    assert (found.same_prompts, found.same_texts) == (PROMPTS, PROMPTS)
+    assert found.first_position is found.departure is None
     assert [shares.expected for shares in found.positions] == [shares.counted for shares in found.positions]
 
 
@@ -102,7 +98,15 @@ def test_one_token_too_many_is_seen():
     answers, counts = served(of)
     counts[0] += ServerCounts(0, 0, 1, (0,) * (GAMMA - 1) + (1,))
     found = compare(of, answers, counts)
-    assert not found.agrees and found.first_position == GAMMA and found.causes[0].name == "draft dtype"
+    assert not found.agrees and found.first_position == GAMMA and found.causes[0].name == "draft"
+
+
+def test_a_server_that_counts_no_drafts_past_the_end_is_told():
+    of = texts(0.0)
+    accepted = [text.acceptance("draft", "probabilistic", GAMMA) for text in of]
+    counts = [vllm_counts(a_TK, TOKENS, GAMMA, past_end=False) for a_TK in accepted]
+    found = compare(of, served(of)[0], counts)
+    assert not found.agrees and [cause.name for cause in found.causes] == ["counting"]
 
 
 def test_several_requests_at_once_may_cut_a_few_drafts_short():
@@ -126,7 +130,7 @@ def test_another_draft_is_named_and_its_first_round():
     unknown, counts = served(texts(0.0, seed=5), "draft")  # acceptance of nothing in the report
     mixed = [dataclasses.replace(one, parts=other.parts) for one, other in zip(answers, unknown, strict=True)]
     found = compare(of, mixed, counts)
-    assert not found.agrees and found.causes[0].name in ("draft", "draft dtype") and found.same_texts == PROMPTS
+    assert not found.agrees and found.causes[0].name == "draft" and found.same_texts == PROMPTS
 
 
 def test_another_template_is_named_first():
