@@ -239,9 +239,7 @@ def causes_of(
     rates = [counts.draft_acceptance_rate() or 0.0 for counts in (expected, counted)]
     evidence = f"{texts}, but of the drafted tokens {rates[1]:.1%} were accepted, where {rates[0]:.1%} are expected"
     path = settings.drafters[setting.drafter]["path"]
-    remedy = (
-        f"compare the server's draft with {path}: its revision, files and dtype (here {settings.dtype})"
-    )
+    remedy = f"compare the server's draft with {path}: its revision, files and dtype (here {settings.dtype})"
     return [Cause("draft", evidence, remedy)]
 
 
