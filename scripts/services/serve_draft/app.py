@@ -21,8 +21,7 @@ from draftsmith.scripts.services.draft_protocol import (
     encode,
 )
 from draftsmith.scripts.services.http_server import LEFT, BodyError, client_gone, read_body
-from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
-from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
+from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, ServiceMetrics, Worker
 
 JSON = "application/json"
 TIMEOUT = 30.0  # seconds after which a request is answered with 504

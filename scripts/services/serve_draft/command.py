@@ -21,11 +21,9 @@ from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.services.draft_protocol import VERSION, Service
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
-from draftsmith.scripts.services.serve_draft.copies import Copies
 from draftsmith.scripts.services.serve_draft.follow import Follower, warm_up
-from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
-from draftsmith.scripts.services.serve_draft.texts import DraftTexts
-from draftsmith.scripts.services.serve_draft.worker import Worker
+from draftsmith.scripts.services.serve_draft.texts import Copies, DraftTexts
+from draftsmith.scripts.services.serve_draft.worker import ServiceMetrics, Worker
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading

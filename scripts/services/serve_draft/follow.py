@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.draft_protocol import DraftRow
-from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
-from draftsmith.scripts.services.serve_draft.worker import Worker
+from draftsmith.scripts.services.serve_draft.worker import ServiceMetrics, Worker
 
 LOGGER = logging.getLogger(__name__)
 SECONDS = 2.0  # between two checks of the link

@@ -21,7 +21,7 @@ from draftsmith.scripts.services.draft_protocol import (
     encode,
 )
 from draftsmith.scripts.services.http_server import BodyError, read_body
-from draftsmith.scripts.services.row_texts import KnownTexts
+from draftsmith.scripts.services.remote_draft import KnownTexts
 
 REQUEST = DraftRequest(VERSION, "c0ffee", [DraftRow(7, 120, [11, 12], 4), DraftRow(8, 0, [1], 0)], [3])
 SERVICE = Service(VERSION, "tiny", 4096, 512, 64, 8)

@@ -23,8 +23,7 @@ from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.copied import CopyProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.services.draft_protocol import DraftRow
-from draftsmith.scripts.services.serve_draft.copies import Copies
-from draftsmith.scripts.services.serve_draft.texts import DraftTexts
+from draftsmith.scripts.services.serve_draft.texts import Copies, DraftTexts
 
 VOCABULARY = 97
 
