@@ -21,14 +21,12 @@ from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.tune.config import SwitchConfig, TuneConfig
-from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
 from draftsmith.train.teacher.cache_writer import CacheConfig
 
 CONFIGS = ROOT / "configs"
 FOLDERS = {
-    "train": PretrainConfig,
     "distill": DistillConfig,
     "medusa": MedusaTrainingConfig,
     "block": BlockTrainingConfig,

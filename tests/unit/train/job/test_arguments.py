@@ -14,7 +14,6 @@ from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.cli import main
-from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.arguments import RANGES, require_possible
 from draftsmith.train.job.defaults import Defaults
@@ -52,9 +51,9 @@ def test_what_no_run_can_have_is_named(name):
     require_possible(TrainingArguments(output_dir="o", use_cpu=True))
 
 
-@pytest.mark.parametrize("kind", [DistillConfig, MedusaTrainingConfig, EagleTrainingConfig, PretrainConfig])
+@pytest.mark.parametrize("kind", [DistillConfig, MedusaTrainingConfig, EagleTrainingConfig])
 def test_every_recipe_looks(kind):
-    flags = FLAGS[4:] if kind is PretrainConfig else FLAGS + DRAFT * (kind is DistillConfig)
+    flags = FLAGS + DRAFT * (kind is DistillConfig)
     with pytest.raises(InputError, match=r"^training\.learning_rate: expected a finite number, at least 0, found -1"):
         parse_config(kind, [*flags, "--training.learning_rate", "-1"])
     parse_config(kind, [*flags, "--training.max_steps", "-1", "--training.num_train_epochs", "0.5"])
