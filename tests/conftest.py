@@ -38,10 +38,8 @@ TEXTS = [
 ]
 
 
-FIRST = [
-    *("embedded", "distributed", "sharded", "medusa_sharded", "features_sharded", "parallel_sharded"),
-    *("replay_processes", "data_processes", "failures", "shared_out", "resume", "cached_eagle", "reliability"),
-]
+FIRST = ["sharded", "embedded", "replay_processes", "data_processes", "failures", "shared_out", "resume"]
+FIRST += ["cached_eagle", "reliability", "training_contracts"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
-from transformers import AutoModelForCausalLM
 
-from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
+from draftsmith.decode import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engines.export import export
 from draftsmith.train.cli import run
-from draftsmith.train.data.examples import training_examples
-from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.models import load_draft, load_model, load_tokenizer
+from draftsmith.train.models import load_draft, load_model
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 D, T = 60, 0.8
@@ -29,34 +26,6 @@ def distilled(pipeline: Path, output: Path, **options):
     options = {"temperature": T, "draft_length": 3, "init": DraftInit(draft_vocabulary=D), "heldout": data} | options
     with measured_on_what_it_learns():
         return command.distill(configured(pipeline, output, training=training, **options))
-
-
-def replayed(pipeline: Path, draft: Path, kind=DraftModelProposer):
-    """What the saved directory accepts of the completions, and their share of tokens that it lacks."""
-    samples = list(training_examples([str(pipeline / "short"), str(pipeline / "long")]))
-    starts = [next(i for i, label in enumerate(row["labels"]) if label != IGNORED) for row in samples]
-    texts = [torch.tensor(row["input_ids"]) for row in samples]
-    proposer = kind(load_draft(draft))
-    found = replay_acceptance(
-        load_model(pipeline / "target"), proposer, texts, starts, draft_lengths=[3], temperature=T
-    )
-    kept = set(json.loads((draft / "config.json").read_text())["draft_vocabulary"])
-    labels = [label for row in samples for label in row["labels"] if label != IGNORED]
-    return found, sum(label not in kept for label in labels) / len(labels)
-
-
-@pytest.mark.parametrize("divergence", ["forward_kl", {"tvd": 1.0, "cross_entropy": 0.1}, {"lk_hybrid": 1.0}], ids=str)
-def test_evaluation_is_the_replay_of_the_saved_directory(pipeline, tmp_path, divergence):
-    trainer = distilled(pipeline, tmp_path / "out", divergence=divergence)
-    before, *_, after = history(trainer, "eval_loss")
-    assert after < before
-    found, outside = replayed(pipeline, tmp_path / "out")
-    assert outside > 0
-    assert history(trainer, "eval_alpha")[-1] == pytest.approx(found.alpha.value, rel=1e-4)
-    lengths = history(trainer, "eval_mean_acceptance_length")
-    assert lengths[-1] == pytest.approx(found.mean_acceptance_length[3].value, rel=1e-4)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert len(whole.get_output_embeddings().weight) == len(load_tokenizer(tmp_path / "out"))
 
 
 def test_rows_that_it_lacks_are_not_learned(pipeline, tmp_path):
@@ -77,13 +46,6 @@ def test_a_cache_teaches_the_same(pipeline, tmp_path):
     assert history(cached, "loss") == pytest.approx(history(live, "loss"), rel=1e-2)
     for name in ("alpha", "mean_acceptance_length", "loss"):
         assert history(cached, f"eval_{name}") == pytest.approx(history(live, f"eval_{name}"), rel=1e-2)
-
-
-def test_a_parallel_draft_may_have_one(pipeline, tmp_path):
-    trainer = distilled(pipeline, tmp_path / "out", parallel=3)
-    found, _ = replayed(pipeline, tmp_path / "out", ParallelDraftProposer)
-    lengths = history(trainer, "eval_mean_acceptance_length")
-    assert lengths[-1] == pytest.approx(found.mean_acceptance_length[3].value, rel=1e-4)
 
 
 def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tmp_path):

@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
-from conftest import perturbed, tiny_llama
+from conftest import tiny_llama
 from specimens import wavering
 from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.decode import (
-    Counts,
     DraftModelProposer,
     DynamicTree,
     InputError,
@@ -135,35 +134,3 @@ def test_rounds_without_drafts_are_plain_decoding(target, draft, options, length
     idle = speculative_generate(target, wavering(DraftModelProposer(draft), [0]), ids, mask, **options)
     assert idle.sequences.tolist() == autoregressive_generate(target, ids, mask, **options).sequences.tolist()
     assert idle.counts.num_draft_tokens == 0 and idle.counts.num_drafts == 24 * len(lengths)
-
-
-@pytest.mark.parametrize(("tree", "do_sample", "kind"), [(None, True, "traced"), (TREES[1], False, "untraced")])
-def test_compiled_forwards_change_nothing_and_are_few(tree, do_sample, kind, request):
-    """Traces of trees are those of `test_families` and of EAGLE's proposer."""
-    made = request.getfixturevalue(kind)
-    target = tiny_llama(0, layers=1)
-    draft = perturbed(target, 0.05)
-    ids, mask = batch(3, 7, 5)
-    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
-    ends = [int(plain[0, 7 + 4])]
-    options = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": ends, "draft_length": 3}
-    eager = speculative_generate(target, DraftModelProposer(draft, tree), ids, mask, **options)
-    out = speculative_generate(target, DraftModelProposer(draft, tree), ids, mask, compiled=True, **options)
-    assert torch.equal(out.sequences, eager.sequences) and out.row_counts == eager.row_counts
-    # A program of each model, for blocks of all sizes behind texts of all lengths in batches. Top-k, which sampling has
-    # by default, leaves the draft's steps to the host.
-    assert len(made) == 2
-    for length in (9, 6, 12):
-        (ids, _), greedy = batch(length), {**GREEDY, "compiled": True}
-        plain = autoregressive_generate(target, ids, **GREEDY).sequences
-        assert torch.equal(autoregressive_generate(target, ids, **greedy).sequences, plain)
-        out = speculative_generate(target, DraftModelProposer(draft, tree), ids, draft_length=3, **greedy)
-        assert torch.equal(out.sequences, plain)
-    assert len(made) == 2 + do_sample
-
-
-def test_row_counts_add_up(target, draft):
-    ids, mask = batch(3, 7, 5)
-    out = speculative_generate(target, DraftModelProposer(draft), ids, mask, **GREEDY)
-    assert sum(out.row_counts, Counts()) == out.counts and len(out.row_counts) == 3
-    assert out.departure is None

@@ -9,7 +9,7 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.sampling import Sampler
 
-NEW = 20
+PROMPT, NEW = 8, 20
 
 
 @every_kind()
@@ -22,12 +22,20 @@ def test_a_kind_without_a_specimen_fails_with_one_line():
         specimen("nothing")
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["whole", "ended"])
 @every_shape
-def test_texts_are_plain_decodings_and_replay_counts_the_same(deep, kind, shape):
+def test_texts_are_plain_decodings_and_replay_counts_the_same(deep, kind, shape, ended):
+    """Texts that their limit ends, and rows of which some end before."""
     drafter, rows = proposer(kind, shape, deep), 3 if specimen(kind).batched else 1
     prompts = torch.randint(1, 97, (rows, 4), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
     options = {"max_new_tokens": NEW, "do_sample": False}
-    plain = autoregressive_generate(deep, prompts, **options).sequences
+    written = autoregressive_generate(deep, prompts, **options)
+    if ended:
+        options["eos_token_id"] = [int(written.sequences[0, PROMPT + 6]), int(written.sequences[-1, PROMPT + 12])]
+        written = autoregressive_generate(deep, prompts, **options)
+    plain = written.sequences
+    texts = [row[: PROMPT + counts.num_emitted_tokens] for row, counts in zip(plain, written.row_counts, strict=True)]
+    assert ended == any(len(text) < PROMPT + NEW for text in texts)
     rounds = {1: [], 3: []}
     decoded = {
         k: speculative_generate(deep, drafter, prompts, draft_length=k, observer=seen.append, **options)
@@ -38,13 +46,15 @@ def test_texts_are_plain_decodings_and_replay_counts_the_same(deep, kind, shape)
     if drafter.replay_refusal(False) is not None:
         return
     # Each token is a stretch of its own, so that the sums are the decoder's rounds one by one.
-    texts, each = (list(plain), [prompts.shape[1]] * rows), [np.arange(NEW)] * rows
-    replayed = replay_drafters(deep, {"": drafter}, *texts, list(decoded), Sampler.of(0), NEW, stretches=each)[""]
+    lengths, each = [PROMPT] * rows, [np.arange(len(text) - PROMPT) for text in texts]
+    replayed = replay_drafters(deep, {"": drafter}, texts, lengths, list(decoded), Sampler.of(0), NEW, stretches=each)[
+        ""
+    ]
     for k, out in decoded.items():
         for text, counts in zip(replayed.texts, out.row_counts, strict=True):
             for name, count in counts.to_dict().items():
                 assert getattr(text.counts[k], name) == pytest.approx(count), (k, name)
-        for row, text in enumerate(replayed.texts):
+        for row, text in enumerate([] if ended else replayed.texts):  # of a cut draft the decoder counts what is left
             by_size, accepted = (np.zeros_like(getattr(text.stretches, name)[k]) for name in ("rounds", "accepted"))
             start = 0
             for round in (round for round in rounds[k] if round.row == row):

@@ -15,9 +15,6 @@ from draftsmith.train.runs import save_model
 
 KINDS = {
     "draft": (distillation.distill, configured, {}),
-    "parallel": (distillation.distill, configured, {"parallel": 3}),
-    "medusa": (medusa.train_heads, heads_configured, {}),
-    "hydra": (medusa.train_heads, heads_configured, {"hydra": True}),
     "lora": (medusa.train_heads, heads_configured, {"backbone": "lora"}),
     # A copied layer whose last norm is not scaled.
     "eagle": (eagle.train_heads, eagle_configured, {"init": "last_layer", "norm_output": True}),

@@ -11,17 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import block_configured, configured, eagle_configured, heads_configured, mtp_configured
+from recipes import RECIPES
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from draftsmith.decode.cache.kernels import CudaKernels
-from draftsmith.distill import __main__ as distilling
 from draftsmith.distill.config import DraftInit
-from draftsmith.medusa.block import __main__ as block
-from draftsmith.medusa.eagle import __main__ as eagle
-from draftsmith.medusa.heads import __main__ as heads
-from draftsmith.medusa.mtp import __main__ as mtp
 from draftsmith.train import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
@@ -30,36 +25,24 @@ from draftsmith.train.trainer import RecipeTrainer
 PACKED = {"packing": True, "max_length": 64}
 QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
 CUT = {"init": DraftInit(draft_vocabulary=50)}
-RECIPES: dict[str, tuple[Callable, Callable]] = {
-    "distil": (configured, distilling.distill),
-    "medusa": (heads_configured, heads.train_heads),
-    "eagle": (eagle_configured, eagle.train_heads),
-    "block": (block_configured, block.train_block),
-    "mtp": (mtp_configured, mtp.train_heads),
-}
 STEPS = {
-    "draft": ("distil", {"divergence": "lk_hybrid"} | QWEN),
-    "draft, packed": ("distil", PACKED),
-    "draft, cached": ("distil", {"cache": True}),
-    "draft, packed and cached": ("distil", {"cache": True} | PACKED),
-    "draft, cached states": ("distil", {"cache": "states", "divergence": "tvd"} | CUT),
-    "draft, cut vocabulary": ("distil", {"divergence": "lk_hybrid"} | CUT),
-    "draft, prompts too": ("distil", {"prompt_loss": True}),
-    "parallel": ("distil", {"parallel": 3}),
-    "parallel, packed": ("distil", {"parallel": 3} | PACKED),
-    "parallel, cached": ("distil", {"parallel": 3, "cache": True}),
+    "draft": ("draft", {"divergence": "lk_hybrid"} | QWEN),
+    "draft, cached": ("draft", {"cache": True}),
+    "draft, packed and cached": ("draft", {"cache": True} | PACKED),
+    "draft, cached states": ("draft", {"cache": "states", "divergence": "tvd"} | CUT),
+    "draft, cut vocabulary": ("draft", {"divergence": "lk_hybrid"} | CUT),
+    "draft, prompts too": ("draft", {"prompt_loss": True}),
+    "parallel": ("draft", {"parallel": 3}),
+    "parallel, cached": ("draft", {"parallel": 3, "cache": True} | PACKED),
     "Medusa": ("medusa", {}),
-    "Medusa, packed": ("medusa", PACKED),
     "Medusa, cut vocabulary": ("medusa", {"draft_vocabulary": 50}),
     "Hydra": ("medusa", {"hydra": True}),
-    "Hydra, packed": ("medusa", {"hydra": True} | PACKED),
     "Hydra, cached": ("medusa", {"hydra": True, "cache": "states"} | PACKED),
     "Medusa, joint": ("medusa", {"backbone": "lora"}),
     "EAGLE-3": ("eagle", {}),
     "EAGLE-3, packed": ("eagle", PACKED),
     "EAGLE-3, cut vocabulary": ("eagle", {"draft_vocabulary": 50, "divergence": "lk_hybrid", "prompt_loss": True}),
     "MTP": ("mtp", {}),
-    "MTP, packed": ("mtp", PACKED),
     "MTP, a step for each layer": ("mtp", {"num_layers": 2}),
     "DSpark": ("block", {}),
     "DFlash": ("block", {"markov_rank": 0, "anchor_guesses": False, "layers": 2}),
@@ -104,7 +87,7 @@ def on_meta(pipeline: Path, tmp_path: Path, caches: dict, monkeypatch) -> Callab
 
     def build(name: str) -> tuple[RecipeTrainer, dict]:
         recipe, options = STEPS[name]
-        configure, train = RECIPES[recipe]
+        train, configure = RECIPES[recipe]
         options = dict(options)
         if cache := options.pop("cache", False):
             options |= {"teacher_cache": [caches[cache]]}

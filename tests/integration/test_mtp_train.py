@@ -9,25 +9,22 @@ import torch
 from conftest import tiny_llama
 from families import tiny_model
 from native_layers import deepseek_names, qwen_names, save_with_mtp
-from pipelines import furthest, history, measured_on_what_it_learns, mtp_configured
+from pipelines import furthest, history, mtp_configured
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specimens import mtp
 from torch import Tensor
-from training_steps import assert_autocast_rounds, assert_logits_in_chunks, assert_same, batch_of, some_samples
+from training_steps import assert_same, batch_of, some_samples
 from transformers.cache_utils import MtpCache
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.mtp import __main__ as command
-from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.mtp.stitching import stitch
 from draftsmith.medusa.mtp.trainer import MtpTrainer
 from draftsmith.scripts.cli import main
 from draftsmith.train import launch
 from draftsmith.train.checkpoint import is_mtp
-from draftsmith.train.data.examples import training_examples
-from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_config
 from draftsmith.train.runs import save_model
@@ -133,82 +130,6 @@ def test_the_loss_is_its_formula(pipeline, shipping, tmp_path, untrained, case):
     assert_same(loss, eager(trainer, samples) / 100, list(trainer.heads.parameters()))
 
 
-@pytest.mark.parametrize("case", ["new layers", "several layers with a window", "experts"])
-def test_packed_rows_are_the_same_samples(pipeline, shipping, tmp_path, untrained, case):
-    options = {} if case in CASES else {"target": str(shipping(case))}
-    trainer = untrained(mtp_configured(pipeline, tmp_path, temperature=T, **options))
-    samples = training_examples([str(pipeline / "short"), str(pipeline / "long")])
-    rows, parameters = list(pack(samples, 64)), list(trainer.heads.parameters())
-    assert 2 < len(rows) < len(samples) / 2
-    whole, packed = (
-        trainer.compute_loss(trainer.heads, batch_of(trainer, part), num_items_in_batch=torch.tensor(100))
-        for part in (list(samples), rows)
-    )
-    assert packed.item() == pytest.approx(whole.item(), rel=1e-5)
-    one, other = (torch.autograd.grad(loss, parameters) for loss in (whole, packed))
-    most = max(float(gradient.abs().max()) for gradient in one)
-    assert all((a - b).abs().max() < 1e-5 * most for a, b in zip(one, other, strict=True))
-
-
-def test_autocast_rounds_and_no_more(pipeline, tmp_path, untrained):
-    trainer = untrained(mtp_configured(pipeline, tmp_path, temperature=T))
-    assert_autocast_rounds(trainer, some_samples(pipeline))
-
-
-def test_steps_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, untrained):
-    trainer = untrained(mtp_configured(pipeline, tmp_path))
-    assert_logits_in_chunks(trainer, some_samples(pipeline))
-
-
-def test_a_text_too_short_for_any_step_is_no_loss(pipeline, tmp_path, untrained):
-    trainer = untrained(mtp_configured(pipeline, tmp_path))
-    sample = some_samples(pipeline)[0]
-    for length in (3, 2):
-        ids = sample["input_ids"][:length]
-        short = {"input_ids": ids, "labels": [IGNORED] * (length - 1) + ids[-1:], "index": 0}
-        loss = trainer.compute_loss(trainer.heads, batch_of(trainer, [short]))
-        loss.backward()
-        assert loss.item() == 0
-
-
-def test_a_run_continues_to_the_bit_and_the_target_is_untouched(pipeline, tmp_path):
-    def run(name: str) -> MtpTrainer:
-        training = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
-        return command.train_heads(mtp_configured(pipeline, tmp_path / name, optimizer="muon", training=training))
-
-    whole = run("whole")
-    for name in ("model.safetensors", "checkpoint-4", "draftsmith.json"):  # as if it had ended after step 2
-        (tmp_path / "whole" / name).rename(tmp_path / name)
-    rest = run("whole")
-    assert furthest(load_file(tmp_path / "model.safetensors"), rest.heads.state_dict()) == 0
-    assert history(rest, "loss") == history(whole, "loss")
-    target = load_file(pipeline / "target/model.safetensors")
-    assert all(torch.equal(part, whole.target.state_dict()[name]) for name, part in target.items())
-    updated = {id(p) for group in rest.optimizer.param_groups for p in group["params"]}
-    assert updated == {id(p) for p in rest.heads.parameters()}
-    assert "MTP layers" in (tmp_path / "whole/README.md").read_text()
-
-
-def test_forty_steps_teach_layers_that_are_drafted_with(sharp, pipeline, tmp_path, capsys):
-    """Measured on what is trained on; then by the decoder."""
-    training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40, "learning_rate": 1e-2}
-    training |= {"per_device_train_batch_size": 20, "per_device_eval_batch_size": 3}
-    data = {"target": sharp[0], "completions": [sharp[1]], "heldout": [sharp[1]], "temperature": T}
-    with measured_on_what_it_learns():
-        trainer = command.train_heads(mtp_configured(pipeline, tmp_path / "mtp", training=training, **data))
-    accuracies, lengths = history(trainer, "eval_accuracy_1"), history(trainer, "eval_mean_acceptance_length")
-    assert accuracies[-1] > accuracies[0] + 0.2 and lengths[-1] > lengths[0] + 0.3
-    capsys.readouterr()
-    flags = ["--target", sharp[0], "--drafter", str(tmp_path / "mtp"), "--prompt", "x1 = y + 1"]
-    plain, drafted = [flag.replace(str(tmp_path / "mtp"), "none") for flag in flags], [*flags, "--compare", "true"]
-    for some in (plain, drafted):
-        assert main(["generate", *some, "--max-new-tokens", "12", "--dtype", "float32"]) == 0
-    one, other = capsys.readouterr().out.split("x1 = ")[1:]
-    assert one.split("\n")[0] == other.split("\n")[0]
-    assert main(["doctor", "--target", sharp[0], "--drafter", str(tmp_path / "mtp")]) == 0
-    assert "mtp: 1 MTP layer" in capsys.readouterr().out
-
-
 def test_earlier_layers_continue_and_others_are_refused(pipeline, shipping, tmp_path):
     training = {"max_steps": 1}
     command.train_heads(mtp_configured(pipeline, tmp_path / "one", training=training))
@@ -221,9 +142,8 @@ def test_earlier_layers_continue_and_others_are_refused(pipeline, shipping, tmp_
         command.train_heads(wrong)
 
 
-@pytest.mark.parametrize("case", ["new layers", "dense"])
-def test_a_cache_takes_the_targets_place(pipeline, shipping, tmp_path, case):
-    target = pipeline / "target" if case in CASES else shipping(case)
+def test_a_cache_takes_the_targets_place(pipeline, shipping, tmp_path):
+    target = shipping("dense")
     texts = [str(pipeline / name) for name in ("short", "long")]
     options = {"features": True, "feature_dtype": "float32", "dtype": "float32"}
     make_cache(CacheConfig(str(target), texts, str(tmp_path / "cache"), **options))
@@ -241,17 +161,13 @@ def test_a_cache_takes_the_targets_place(pipeline, shipping, tmp_path, case):
         ({"num_layers": 0}, "num_layers: expected at least 1, found 0"),
         ({"draft_vocabulary": 8}, "draft_vocabulary: expected none, as MTP layers draft all"),
         ({"heads": "DIR", "num_layers": 1}, "num_layers: expected none with heads"),
+        ({"training": {"activation_checkpointing": True}}, "training.activation_checkpointing: expected false"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, said):
+def test_options_that_cannot_be_are_refused(pipeline, tmp_path, options, said):
     with pytest.raises(InputError) as error:
-        MtpTrainingConfig("target", ["texts"], **options)
+        mtp_configured(pipeline, tmp_path, **options)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
-
-
-def test_activation_checkpointing_is_refused(pipeline, tmp_path):
-    with pytest.raises(InputError, match=r"^training\.activation_checkpointing: expected false, as steps share"):
-        mtp_configured(pipeline, tmp_path, training={"activation_checkpointing": True})
 
 
 def test_several_layers_have_a_step_each(pipeline, shipping, tmp_path):
@@ -267,7 +183,7 @@ def tensors_in(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", SHIPPED)
+@pytest.mark.parametrize("case", ["dense", "several layers with a window", "experts"])
 def test_layers_go_back_into_the_targets_files(pipeline, shipping, tmp_path, capsys, case):
     """Untrained ones to the bit; after some steps only theirs differ, and the target loads with them."""
     target = shipping(case)

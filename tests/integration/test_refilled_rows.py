@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from families import FAMILIES, VOCAB, tiny_model
+from families import VOCAB, tiny_model
 
 from draftsmith.decode import InputError, autoregressive_generate
 from draftsmith.decode.cache import CachedModel
@@ -52,7 +52,7 @@ def test_texts_are_what_they_would_be_alone(rows, settings):
     assert written(model, prompts, rows=rows, **options) == expected
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "deepseek-v32"])
 def test_every_family_refills_rows(name):
     """Prompts on both sides of the window: a newcomer needs the slots that the others' windows have left."""
     model, prompts = tiny_model(name), prompts_of(VOCAB)

@@ -3,16 +3,12 @@
 Rank 0 takes the texts at even places, rank 1 those at odd ones.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from processes import enter, forked
 
-from draftsmith.decode import Counts, DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate
-from draftsmith.decode.measurement.intervals import ratio
+from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.sampling import Sampler
 
@@ -139,35 +135,3 @@ def test_a_share_of_the_texts_is_not_suspicious_enough(planned):
     for own in (slice(0, None, 2), slice(1, None, 2)):
         share = hot | {name: hot[name][own] for name in ("texts", "prompts")}
         assert isinstance(replayed("one", {"half": share})["half"], dict)
-
-
-def gathered(strategy: str, folder: str, prompts: list[dict], home: str) -> dict:
-    """What a rank does: gather the ranks' counts, and let the first compute the metric, as the metric's README shows.
-
-    It loads the metric offline, from a folder that knows nothing of it.
-    """
-    enter(strategy)
-    os.environ |= {"HF_HOME": home, "HF_EVALUATE_OFFLINE": "1"}
-    import evaluate
-    from accelerate import PartialState
-    from accelerate.utils import gather_object
-
-    state = PartialState()
-    with state.split_between_processes(prompts) as mine:
-        every = gather_object(mine)
-    result = evaluate.load(folder).compute(predictions=every) if state.is_main_process else None
-    return {"processes": state.num_processes, "mine": len(mine), "result": result}
-
-
-def test_the_metric_of_two_offline_processes_is_that_of_one(tmp_path):
-    folder = Path(__file__).parents[2] / "decode" / "acceptance_rate"
-    prompts = [Counts.of_round(3, i % 4, i % 4 + 1) + Counts.of_round(2, i % 3, i % 3 + 1) for i in range(6)]
-    first, second = forked(
-        gathered, str(folder), [c.to_dict() for c in prompts], str(tmp_path / "home"), strategy="ddp"
-    )
-    assert (first["processes"], first["mine"], second["mine"]) == (2, 3, 3)
-    total = sum(prompts, Counts())
-    tau = ratio([c.num_emitted_tokens for c in prompts], [c.num_drafts for c in prompts])
-    assert second["result"] is None and first["result"]["counts"] == total.to_dict()
-    assert first["result"]["mean_acceptance_length"] == total.mean_acceptance_length()
-    assert first["result"]["mean_acceptance_length_ci95"] == tau.to_dict()["ci95"]

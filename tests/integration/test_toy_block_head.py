@@ -7,7 +7,6 @@ import pytest
 import torch
 import toy_block_head
 from conftest import tiny_llama
-from short_timing import shorten
 from specimens import TREE, block
 
 from draftsmith.decode import autoregressive_generate, replay_acceptance, speculative_generate
@@ -77,40 +76,6 @@ def test_each_node_continues_its_parents_state():
             path = tree.path(node) if level.depth else []
             side = drafter.sides(hidden, torch.cat([anchors[:, None], tokens[:, path]], 1), model.embed)[:, -1]
             torch.testing.assert_close(found[:, place], drafter.logits(hidden[:, level.depth], side, model.head))
-
-
-def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypatch):
-    shorten(monkeypatch)
-    (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\nclass A:\n")
-    code = main([
-        "measure", "--target", str(pipeline / "target"), "--drafter", str(toy), "--prompts",
-        str(tmp_path / "prompts.txt"), "--draft-length", "3", "--temperature", "0,1", "--max-new-tokens", "8",
-        "--dtype", "float32", "--threads", "1", "--compiled", "false", "--config", '{"lossless_tokens": 2000}',
-        "--output", str(tmp_path / "report"),
-    ])  # fmt: skip
-    greedy, drawn = json.loads((tmp_path / "report/report.json").read_text())["runs"]
-    assert code == 0 and greedy["replay"]["agrees"] and drawn["lossless"]["passed"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["generate", "--prompt", "def f(x):", "--max-new-tokens", "6", "--compare", "true"],
-        ["profile", "--prompts", "PROMPTS", "--max-new-tokens", "4", "--compiled", "false", "--output", "OUT"],
-        ["tune", "--prompts", "PROMPTS", "--max-new-tokens", "4",
-         "--levels", '{"threshold": [0.5]}', "--output", "OUT"],
-        ["doctor", "--costs", "true", "--batch-size", "1"],
-    ],
-    ids=lambda command: command[0],
-)  # fmt: skip
-def test_every_command_takes_it(toy, pipeline, tmp_path, command, capsys):
-    (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\n")
-    places = {"PROMPTS": str(tmp_path / "prompts.txt"), "OUT": str(tmp_path / "out")}
-    name, *flags = (places.get(word, word) for word in command)
-    flags += ["--target", str(pipeline / "target"), "--drafter", str(toy), "--dtype", "float32"]
-    assert main([name, *flags]) == 0, capsys.readouterr().err[-500:]
-    if name == "generate":
-        assert "the texts are identical" in capsys.readouterr().err
 
 
 def test_its_run_is_planned(pipeline, capsys):

@@ -116,62 +116,40 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(
     assert "speed-up" in capsys.readouterr().out
 
 
-@pytest.fixture
-def parallel(pipeline, made, tmp_path):
-    """A draft of three tokens in one forward, saved, this test's own."""
+def parallel(target, made):
+    """A draft of three tokens in one forward."""
     texts = [torch.tensor(ids) for ids in load_completions(str(made / "greedy"))["input_ids"]]
-    draft = train_parallel(load_model(pipeline / "target"), 0, 3, texts[:8], steps=16)
-    save_model(draft, load_tokenizer(pipeline / "target"), tmp_path / "parallel")
-    return tmp_path / "parallel"
+    return train_parallel(target, 0, 3, texts[:8], steps=16)
 
 
-def parallel_flags(pipeline, made, draft) -> list[str]:
-    argv = ["tree", "--target", str(pipeline / "target"), "--parallel_draft", str(draft), "--nodes", "6"]
-    return [*argv, "--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
-
-
-def test_a_parallel_drafts_tree_goes_into_its_config_and_is_drafted(pipeline, made, parallel):
-    before = json.loads((parallel / "config.json").read_text())
-    assert main(parallel_flags(pipeline, made, parallel)) == 0
-    report = json.loads((parallel / "tree.json").read_text())
-    assert json.loads((parallel / "config.json").read_text()) == before | {"parallel_tree": report["choices"]}
-    assert not list(parallel.glob(".*.partial"))
-    assert report["drafter"] == {"kind": "parallel_draft", "path": str(parallel), "depth": 3}
-    assert len(report["choices"]) <= 6 and len(report["rank_accuracies"]) == 3
-    lengths = {name: own["mean_acceptance_length"]["value"] for name, own in report["trees"].items()}
-    assert lengths["searched"] >= lengths["chain"] > 1
-
-    spec = DrafterSpec("parallel_draft", str(parallel))
-    target, tokenizer = str(pipeline / "target"), load_tokenizer(pipeline / "target")
-    drafter = load_pair(target, tokenizer, [spec], "float32").drafter
-    assert drafter.proposer.tree == Tree.from_choices(report["choices"]) and drafter.draft_lengths == [
-        drafter.tree.depth
-    ]
-    assert drafter.to_dict()["tree_nodes"] == drafter.nodes == len(report["choices"])
-    chain = load_pair(target, tokenizer, [replace(spec, tree=Tree.chain(2), draft_lengths=[2])], "float32").drafter
-    assert chain.proposer.tree.is_chain and chain.draft_lengths == [2]
-
-
-def test_eagle_heads_tree_goes_into_their_config_and_is_drafted(pipeline, made, tmp_path):
-    eagle = tmp_path / "eagle"
-    EagleHeads.of_target(load_model(pipeline / "target")).save_pretrained(eagle)
-    before = json.loads((eagle / "config.json").read_text())
-    argv = ["tree", "--target", str(pipeline / "target"), "--eagle", str(eagle), "--nodes", "5"]
+@pytest.mark.parametrize(
+    ("kind", "field", "depth"), [("parallel_draft", "parallel_tree", 3), ("eagle", "eagle_tree", 8)]
+)
+def test_other_drafters_trees_go_into_their_configs_and_are_drafted(pipeline, made, tmp_path, kind, field, depth):
+    directory, target = tmp_path / "drafter", load_model(pipeline / "target")
+    tokenizer = load_tokenizer(pipeline / "target")
+    if kind == "eagle":
+        EagleHeads.of_target(target).save_pretrained(directory)
+    else:
+        save_model(parallel(target, made), tokenizer, directory)
+    before = json.loads((directory / "config.json").read_text())
+    argv = ["tree", "--target", str(pipeline / "target"), f"--{kind}", str(directory), "--nodes", "6"]
     argv += ["--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
     assert main(argv) == 0
-    report = json.loads((eagle / "tree.json").read_text())
-    assert json.loads((eagle / "config.json").read_text()) == before | {"eagle_tree": report["choices"]}
-    assert report["drafter"] == {"kind": "eagle", "path": str(eagle), "depth": 8} and 0 < len(report["choices"]) <= 5
-    spec = DrafterSpec("eagle", str(eagle))
-    drafter = load_pair(str(pipeline / "target"), load_tokenizer(pipeline / "target"), [spec], "float32").drafter
+    report = json.loads((directory / "tree.json").read_text())
+    assert json.loads((directory / "config.json").read_text()) == before | {
+        f"{kind.removesuffix('_draft')}_tree": report["choices"]
+    }
+    assert not list(directory.glob(".*.partial"))
+    assert report["drafter"] == {"kind": kind, "path": str(directory), "depth": depth}
+    assert 0 < len(report["choices"]) <= 6 and len(report["rank_accuracies"]) == depth
+    spec = DrafterSpec(kind, str(directory))
+    drafter = load_pair(str(pipeline / "target"), tokenizer, [spec], "float32").drafter
     assert drafter.tree == Tree.from_choices(report["choices"]) and drafter.draft_lengths == [drafter.tree.depth]
-
-
-def test_with_an_output_the_parallel_draft_stays_as_it_is(pipeline, made, parallel, tmp_path):
-    before = (parallel / "config.json").read_text()
-    assert main([*parallel_flags(pipeline, made, parallel), "--output", str(tmp_path / "tree")]) == 0
-    assert (tmp_path / "tree" / "tree.json").exists()
-    assert (parallel / "config.json").read_text() == before
+    assert drafter.to_dict()["tree_nodes"] == drafter.nodes == len(report["choices"])
+    spec = replace(spec, tree=Tree.chain(2), draft_lengths=[2])
+    chain = load_pair(str(pipeline / "target"), tokenizer, [spec], "float32").drafter
+    assert chain.proposer.tree.is_chain and chain.draft_lengths == [2]
 
 
 def refusal(argv: list[str], capsys) -> str:

@@ -240,23 +240,6 @@ def test_a_rollback_that_forgets_a_state_is_seen(monkeypatch, name):
     assert max(difference(*pair) for pair in zip(written, wanted, strict=True)) > 1e-2
 
 
-class Broken(DraftModelProposer):
-    """What it says about its draws is not a number at a draft's last place, or in some rows."""
-
-    def __init__(self, draft, place, **options):
-        super().__init__(draft, **options)
-        self.place = place
-
-    def propose(self, contexts, draft_lengths):
-        drafts = list(super().propose(contexts, draft_lengths))
-        for i, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
-            if draft.probabilities is not None and (self.place == "last" or int(context[0]) == 2):
-                q = draft.probabilities.clone()
-                q[-1 if self.place == "last" else slice(None)] = torch.nan
-                drafts[i] = replace(draft, probabilities=q)
-        return drafts
-
-
 def after_token_1(draft):
     """A model whose logits are not numbers after a token."""
 
@@ -273,8 +256,6 @@ def nowhere(draft):
 
 
 NAN = {
-    "at one place": lambda: Broken(tiny_gpt2(1, names=3), "last"),
-    "in one row": lambda: Broken(tiny_gpt2(1, names=3), "row"),
     "after a token": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1, names=3))),
     "in a tree": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1, names=3)), tree=TREE),
     "in a dynamic tree": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1)), tree=DynamicTree(2, 4)),

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
-from pipelines import block_configured, configured, eagle_configured, heads_configured, mtp_configured
+from pipelines import configured
 from processes import enter, witness
+from recipes import RECIPES
 from torch import nn
 from transformers import conversion_mapping
 
@@ -21,10 +22,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.block import __main__ as block_command
-from draftsmith.medusa.eagle import __main__ as eagle_command
 from draftsmith.medusa.heads import __main__ as heads_command
-from draftsmith.medusa.mtp import __main__ as mtp_command
 from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate
 from draftsmith.train.data.generate import prepare
@@ -66,63 +64,50 @@ def commanded(strategy: str, arguments: list[str], fault: str | None = None) -> 
     return run_rank(lambda: prepare_command.main(arguments))
 
 
-def distilled(
+def trained(
     strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Distil several times, one run after the other; return of each what it ran on, logged and saw.
+    """Train several times, one run after the other; return of each what it ran on, logged and saw.
 
-    A run is the options of a `DistillConfig`; batches are 4 in one process and 2 in each of two, if it says nothing.
-    `resumes` is a checkpoint to begin from; `apart` has each process be a machine with a disk of its own.
+    A run is its `kind` and the options of that kind's config; batches are 4 in one process and 2 in each of two, if it
+    says nothing. `resumes` is a checkpoint to begin from; `apart` has each process be a machine with a disk of its own.
     """
     return {
-        name: _distilled(strategy, pipeline, output / name, dict(options), launched) for name, options in runs.items()
+        name: _trained(strategy, pipeline, output / name, dict(options), launched) for name, options in runs.items()
     }
 
 
-def headed(
-    strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
-) -> dict[str, dict[str, Any]]:
-    """Train Medusa heads several times; as `distilled`, with the options of a `MedusaTrainingConfig`."""
-    return {name: _headed(strategy, pipeline, output / name, dict(options), launched) for name, options in runs.items()}
+def distilled(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Distil several times; see `trained`."""
+    return trained(strategy, pipeline, output, _of("draft", runs))
 
 
-def _headed(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
-    config = _config(heads_configured, strategy, pipeline, output, options, launched)
-    trainer = heads_command.train_heads(config)
-    model: Any = trainer.model_wrapped
-    model.eval()
-    with torch.no_grad():
-        logits = model(inside=lambda: _logits(trainer.heads))
-    return {
+def eagled(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train EAGLE-3 heads several times; see `trained`."""
+    return trained(strategy, pipeline, output, _of("eagle", runs))
+
+
+def _of(kind: str, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {"kind": kind, **options} for name, options in runs.items()}
+
+
+def _trained(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
+    train, configure = RECIPES[options.pop("kind")]
+    trainer, seen = _watched(train, _config(configure, strategy, pipeline, output, options, launched))
+    found = {
+        **seen,
         "ran": witness(trainer),
         "log": trainer.state.log_history,
         "best": trainer.state.best_model_checkpoint,
-        "logits": logits,
     }
-
-
-def eagled(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Train EAGLE-3 heads several times; as `distilled`, with the options of an `EagleTrainingConfig`."""
-    return _on_features(eagle_command.train_heads, eagle_configured, strategy, pipeline, output, runs)
-
-
-def blocked(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Train block drafters several times; as `distilled`, with the options of a `BlockTrainingConfig`."""
-    return _on_features(block_command.train_block, block_configured, strategy, pipeline, output, runs)
-
-
-def taught_mtp(
-    strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """As `eagled`, of MTP layers."""
-    return _on_features(mtp_command.train_heads, mtp_configured, strategy, pipeline, output, runs)
-
-
-def _on_features(train: Any, configured: Any, strategy: str, pipeline: Path, output: Path, runs: Any) -> Any:
-    found = {}
-    for name, options in runs.items():
-        trainer = train(_config(configured, strategy, pipeline, output / name, options, False))
-        found[name] = {"ran": witness(trainer), "log": trainer.state.log_history}
+    if train is command.distill:
+        share = next(trainer.target_ends.get_decoder().parameters())
+        found["target"] = (type(share).__name__, getattr(share, "_local_tensor", share).numel() / share.numel())
+    if train is heads_command.train_heads:
+        model: Any = trainer.model_wrapped
+        model.eval()
+        with torch.no_grad():
+            found["logits"] = model(inside=lambda: _logits(trainer.heads))
     return found
 
 
@@ -218,19 +203,6 @@ def _config(
     return config
 
 
-def _distilled(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
-    config = _config(configured, strategy, pipeline, output, options, launched)
-    trainer, seen = _watched(config)
-    share = next(trainer.target_ends.get_decoder().parameters())
-    return {
-        **seen,
-        "ran": witness(trainer),
-        "log": trainer.state.log_history,
-        "best": trainer.state.best_model_checkpoint,
-        "target": (type(share).__name__, getattr(share, "_local_tensor", share).numel() / share.numel()),
-    }
-
-
 def rows_read(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Distil several times; return of each the rows that this rank's steps read and all ids, or what was refused.
 
@@ -259,9 +231,9 @@ def _rows_read(strategy: str, pipeline: Path, output: Path, options: dict[str, A
         DistillTrainer.training_step = step
 
 
-def _watched(config: Any) -> tuple[DistillTrainer, dict[str, list[Any]]]:
-    """Distil, and say what each forward of training saw (`texts`), what type its loss had (`losses`), and how often it
-    computed a layer (`layers`)."""
+def _watched(train: Callable[..., Any], config: Any) -> tuple[Any, dict[str, list[Any]]]:
+    """Train, and say what each forward of distillation saw (`texts`), what type its loss had (`losses`), and how often
+    it computed a layer (`layers`)."""
     texts: list[list[list[int]]] = []
     losses: list[str] = []
     layers: list[int] = []
@@ -290,6 +262,6 @@ def _watched(config: Any) -> tuple[DistillTrainer, dict[str, list[Any]]]:
     summed = DistillTrainer.summed_loss
     DistillTrainer.training_step, DistillTrainer.compute_loss, DistillTrainer.summed_loss = counting, reading, summing
     try:
-        return command.distill(config), {"texts": texts, "losses": losses, "layers": layers}
+        return train(config), {"texts": texts, "losses": losses, "layers": layers}
     finally:
         DistillTrainer.training_step, DistillTrainer.compute_loss, DistillTrainer.summed_loss = step, compute, summed

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-SECONDS = 120
+SECONDS = 300
 """What a job may take, on a busy machine, before it counts as hung."""
 
 # The second has a `torch.compile` at its top, which every rank would wait for. The last keeps the garbage collector off
