@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import ParallelDraftProposer
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.parallel import model as parallel_draft
 from draftsmith.distill.parallel.chains import make_chains
 from draftsmith.distill.parallel.model import parallel_hidden, require_masks
 from draftsmith.train.losses.output_head import last_hidden
@@ -64,21 +63,3 @@ def test_a_family_that_does_not_keep_to_the_mask_is_refused(name):
         ):
             refuse(model)
     assert model.training
-
-
-@pytest.mark.slow
-def test_block_masks_of_all_lengths_are_one_graph(monkeypatch):
-    """Where they are compiled, the length of a row is another in each step."""
-    compile_with, counters = torch.compile, torch._dynamo.utils.counters["stats"]
-    monkeypatch.setattr(torch, "compile", lambda call, **options: compile_with(call, backend="eager", **options))
-    make = parallel_draft._create_block_mask
-    monkeypatch.setattr(parallel_draft, "_create_block_mask", make.__wrapped__)  # none is kept beyond the test
-
-    def masks() -> list[torch.Tensor]:
-        places = [torch.arange(length).expand(2, -1) for length in (264, 328, 520)]
-        return [parallel_draft._blocks(place, place.clone(), None, 0).to_dense() for place in places]
-
-    expected, before = masks(), counters["unique_graphs"]
-    monkeypatch.setattr(parallel_draft, "COMPILED_ON", {"cpu"})
-    assert all(map(torch.equal, masks(), expected))
-    assert counters["unique_graphs"] == before + 1
