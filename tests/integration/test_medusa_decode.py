@@ -36,14 +36,20 @@ def test_texts_are_the_librarys_and_replay_counts_what_the_decoder_counts(name, 
         bias.copy_(torch.randn(len(bias), generator=torch.Generator().manual_seed(1)))
     heads = medusa(target, hydra=tree is TREE)
     proposer, texts = MedusaProposer(heads, tree), prompts(*LENGTHS)
-    out = speculative_generate(target, proposer, **left_padded(texts), draft_length=3, **GREEDY)
-    written = [row[max(LENGTHS) - len(text) :] for row, text in zip(out.sequences, texts, strict=True)]
-    for text, row in zip(texts, written, strict=True):
-        assert torch.equal(row, target.generate(text[None], **GREEDY)[0])
+    plain = [target.generate(text[None], **GREEDY)[0] for text in texts]
+    options = GREEDY | {"eos_token_id": int(plain[0][LENGTHS[0] + 2])}  # the first row leaves its place to others
+    out = speculative_generate(target, proposer, **left_padded(texts), draft_length=3, **options)
+    written = [
+        row[max(LENGTHS) - n :][: n + counts.num_emitted_tokens]
+        for row, n, counts in zip(out.sequences, LENGTHS, out.row_counts, strict=True)
+    ]
+    assert len(written[0]) - LENGTHS[0] <= 3 < max(counts.num_emitted_tokens for counts in out.row_counts[1:])
+    for own, row in zip(plain, written, strict=True):
+        assert torch.equal(row, own[: len(row)])
     replay = replay_acceptance(target, proposer, written, LENGTHS, [3], 0, max_new_tokens=NEW)
     accepted = [(text.counts[3].num_drafts, text.counts[3].num_accepted_tokens) for text in replay.texts]
     assert accepted == [(counts.num_drafts, counts.num_accepted_tokens) for counts in out.row_counts]
-    assert name == "gpt2" or 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
+    assert name not in ("llama", "qwen3") or 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
