@@ -32,6 +32,8 @@ from draftsmith.train.runs import save_model
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
+
 RAN = {
     "ddp": ("MULTI_CPU", "Parameter", None, False),
     "fsdp2": ("FSDP", "DTensor", None, False),
@@ -382,23 +384,20 @@ def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, strate
 
 def test_the_command_really_launches_two_processes(ground, alone, tmp_path):
     """On the CPU accelerate falls back to one without an error."""
-    said, out = tmp_path / "said", tmp_path / "out"
-    training = {"output_dir": out, "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 3e-3}
+    said, out, file = (tmp_path / name for name in ("said", "out", "run.yaml"))
+    training = {"output_dir": str(out), "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 3e-3}
     training |= {"lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "steps", "save_steps": 3}
-    training |= {"use_cpu": "true", "report_to": "none", "disable_tqdm": "true"}
-    fields = {"target": ground / "target", "draft": ground / "draft", "temperature": 0.9, "any_target": "true"}
-    fields |= {"completions": json.dumps([str(ground / name) for name in ("short", "long")]), "optimizer": "trainer"}
-    fields |= {f"training.{name}": value for name, value in training.items()}
+    training |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    fields = {name: str(ground / name) for name in ("target", "draft")} | {"temperature": 0.9, "any_target": True}
+    fields["completions"] = [str(ground / name) for name in ("short", "long")]
+    file.write_text(json.dumps(fields | {"training": training}))
 
     def work() -> None:
         for stream in (1, 2):
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        launcher = str(Path(__file__).parents[2] / "configs/accelerate/cpu-2.yaml")
-        flags = [part for name, value in fields.items() for part in (f"--{name}", str(value))]
-        os._exit(
-            cli._launched(["--config_file", launcher, "--main_process_port", "0", "-m", "draftsmith.distill", *flags])
-        )
+        launcher = ["--config_file", str(ROOT / "configs/accelerate/cpu-2.yaml"), "--main_process_port", "0"]
+        os._exit(cli._launched([*launcher, "-m", "draftsmith.distill", "--config", str(file)]))
 
     assert exit_code(work) == 0, said.read_text()[-3000:]
     assert json.loads((out / "checkpoint-3" / "job.json").read_text())["processes"] == 2
