@@ -53,7 +53,7 @@ NAMES = {
 
 
 def search(config: TreeConfig) -> dict[str, Any]:
-    """Search as the config says, write the tree and its picture, and return the content of tree.json.
+    """Search as the config says, write the tree, and return the content of tree.json.
 
     Raises:
         InputError: no drafter of trees, another target's, or completions that are too few or not the target's at T=0.
