@@ -3,11 +3,9 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode import (
     DraftModelProposer,
-    autoregressive_generate,
     speculative_generate,
 )
 from draftsmith.decode.counts import Counts
@@ -83,19 +81,3 @@ def test_layer_skip_drafts_what_a_model_of_those_layers_drafts(deep):
         own = speculative_generate(deep, DraftModelProposer(small), prompt(seed), **kwargs)
         assert skip.counts == own.counts
         assert 0 < skip.counts.num_accepted_tokens < skip.counts.num_draft_tokens
-
-
-def test_early_exit_works_beyond_llama():
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
-    )
-    gpt2 = GPT2LMHeadModel(config).eval().requires_grad_(False)
-    gpt2.transformer.wpe.weight.mul_(20)
-    gpt2.generation_config.pad_token_id = 0
-    plain = autoregressive_generate(gpt2, prompt(0), max_new_tokens=20, do_sample=False)
-    out = speculative_generate(
-        gpt2, DraftModelProposer(early_exit(gpt2, [0, 2])), prompt(0), max_new_tokens=20, do_sample=False
-    )
-    assert torch.equal(out.sequences, plain.sequences)
-    assert out.counts.num_accepted_tokens > 0
