@@ -50,8 +50,7 @@ from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import last_checkpoint, note_on_interrupt
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.teacher.cache_reader import SampleIndex
-from draftsmith.train.teacher.feature_reader import find_features
-from draftsmith.train.teacher.served_index import find_served
+from draftsmith.train.teacher.feature_reader import find_features, find_served
 from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 

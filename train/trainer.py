@@ -34,8 +34,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import TrainingData
-from draftsmith.train.data.sampler import EpochSampler
+from draftsmith.train.data.examples import EpochSampler, TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.job.resume import JobRecord

@@ -25,15 +25,13 @@ PACKED = {"packing": True, "max_length": 60, "training": {"per_device_train_batc
 
 @pytest.fixture(scope="module")
 def cached(pipeline, tmp_path_factory) -> Path:
-    """Caches with features in both dtypes, of the last states alone and of distributions; a target without weights."""
+    """Caches with features in both dtypes, of the last states alone and of distributions."""
     root = tmp_path_factory.mktemp("cached")
     texts = [str(pipeline / name) for name in ("short", "long", "heldout")]
     half = {"features": True, "layer_ids": [1, 2], "batch_size": 4, "dtype": "float32"}
     whole = half | {"feature_dtype": "float32"}
     for name, options in {"whole": whole, "half": half, "last": whole | {"layer_ids": []}, "laws": {}}.items():
         make_cache(CacheConfig(str(pipeline / "target"), texts, str(root / name), **options))
-    shutil.copytree(pipeline / "target", root / "target")
-    (root / "target" / "model.safetensors").unlink()
     return root
 
 
@@ -41,7 +39,7 @@ def trained(kind: str, pipeline: Path, output: Path, cached: Path | None = None,
     options = {"temperature": 0.8, "heldout": [str(pipeline / "heldout")]} | options
     options["training"] = TRAINING | options.get("training", {})
     if cached is not None:
-        options |= {"target": str(cached / "target"), "teacher_cache": [str(cached / name)]}  # or `name` as it is
+        options |= {"teacher_cache": [str(cached / name)]}  # or `name` as it is
     if kind == "draft":
         return distill.distill(configured(pipeline, output, **options))
     if kind == "eagle":
@@ -140,7 +138,7 @@ def test_a_draft_is_carved_from_weights_and_learns_from_a_cache(pipeline, cached
 @pytest.mark.parametrize(("job", "strategy"), [(distilled, "ddp"), (eagled, "zero3")])
 def test_two_processes_are_one(pipeline, cached, tmp_path, job, strategy):
     """Each reads the features of its own rows, and has the embeddings and the head whole."""
-    source = {"target": str(cached / "target"), "teacher_cache": [str(cached / "whole")]}
+    source = {"teacher_cache": [str(cached / "whole")]}
     source |= {"layer_ids": [1, 2]} if job is eagled else {}
     run = {**source, "heldout": [str(pipeline / "heldout")], "training": TRAINING | {"max_steps": 3}}
     (one,) = forked(job, pipeline, tmp_path / "one", {"run": run}, strategy="one")
@@ -175,7 +173,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path):
 
 def test_the_command_trains_on_a_cache(pipeline, cached, tmp_path):
     training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
-    argv = ["--target", str(cached / "target"), "--completions", f"[{pipeline / 'short'}]", "--layer_ids", "[1, 2]"]
+    argv = ["--target", str(pipeline / "target"), "--completions", f"[{pipeline / 'short'}]", "--layer_ids", "[1, 2]"]
     argv += ["--teacher_cache", f"[{cached / 'half'}]"]
     argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
     with listened() as heard:

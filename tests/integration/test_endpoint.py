@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from fake_server import COUNT, OTHER_END, backed, native, older_sglang, plain, refusal, rows, sglang, vllm
+from fake_server import COUNT, OTHER_END, backed, older_sglang, plain, refusal, rows, sglang, vllm
 from gemma import IMAGE, gemma_tokenizer
 
 from draftsmith.decode.errors import InputError
@@ -18,9 +18,7 @@ from draftsmith.train.endpoint.completions import Completion, Vocabulary, to_com
 pytest_plugins = ["server_fixtures"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "path"), [(vllm, "/v1"), (vllm, "/v1/completions"), (sglang, "/v1/"), (native, "/generate")]
-)
+@pytest.mark.parametrize(("shape", "path"), [(vllm, "/v1"), (vllm, "/v1/completions"), (sglang, "/v1/")])
 def test_completions_are_those_of_the_target_in_process(
     shape, path, remote, server, greedy, remote_tokenizer, in_process, monkeypatch
 ):
@@ -60,13 +58,6 @@ def test_text_is_tokenized_again_and_what_may_differ_is_counted(
     flags = {name: getattr(cfg, name) for name in ("target", "prompts", "output", "endpoint", "max_new_tokens")}
     main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
     assert "completions may differ from what the target wrote" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("ids", "reason"), [([65, OTHER_END], "stop"), ([65] * 12, "length")])
-def test_ids_say_how_a_completion_ended_where_the_server_does_not(ids, reason, remote, server):
-    server.answer = lambda path, body, number: vllm(body, ids, None, text=None)
-    assert prepare(remote()).uncertain == 0
-    assert {row["finish_reason"] for row in rows(remote())} == {reason}
 
 
 def test_text_that_tokenizes_to_as_many_tokens_is_certain(remote, server, remote_tokenizer):
@@ -110,11 +101,10 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
         }
     assert all("Authorization" not in headers for _, headers, _ in server.requests)
     server.requests.clear()
-    # the seed is the prompt's: in another order and batch, on another dialect, it is the same
-    server.answer = lambda path, body, number: native(body, [65, OTHER_END], "stop")
-    prepare(remote("other", temperature=0.7, seed=3, batch_size=5, endpoint=f"{server.root}/generate"))
-    assert {body["sampling_params"]["sampling_seed"] for body in server.asked} == seeds
-    assert {body["sampling_params"]["top_k"] for body in server.asked} == {-1}
+    # the seed is the prompt's: in another order and batch it is the same
+    prepare(remote("other", temperature=0.7, seed=3, shard_size=5))
+    assert {body["seed"] for body in server.asked} == seeds
+    assert {body["top_k"] for body in server.asked} == {-1}
     server.requests.clear()
     server.answer = lambda path, body, number: vllm(body, [65], "length")
     prepare(remote("greedy"))

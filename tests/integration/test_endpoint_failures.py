@@ -179,21 +179,6 @@ def test_a_server_that_drips_bytes_is_waited_for_no_longer_than_one_that_is_sile
     assert len(waits) == 1
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "found"),
-    [
-        ("ALL_PROXY", "socks5://127.0.0.1:9", "socks"),
-        ("HTTP_PROXY", "nonsense://127.0.0.1:9", "nonsense"),
-        ("SSL_CERT_FILE", "/nowhere/ca.pem", "No such file"),
-    ],
-)
-def test_an_environment_that_cannot_be_used_is_told_in_one_line(variable, value, found, remote, monkeypatch, waits):
-    monkeypatch.setenv(variable, value)
-    message = refusal(remote(endpoint="https://127.0.0.1:9/v1"))
-    assert message.startswith("endpoint: expected ")
-    assert found.lower() in message.lower()
-
-
 def test_requests_under_way_follow_the_server():
     window, sizes = Window(), []
     for change in (window.grow, window.shrink, window.shrink):  # two that were under way together count once
@@ -207,10 +192,6 @@ def test_requests_under_way_follow_the_server():
     for _ in range(2000):
         window.grow()
     assert window.size == 1024
-    fixed = Window(3)
-    fixed.grow()
-    fixed.shrink()
-    assert fixed.size == 3
 
 
 def test_a_busy_server_gets_fewer_requests_at_once(remote, server, waits, monkeypatch):
@@ -260,22 +241,19 @@ def test_the_key_is_read_from_the_environment_and_written_nowhere(remote, server
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "field"),
     [
-        (
-            {"endpoint": "localhost:8000"},
-            "endpoint: expected a URL such as http://localhost:8000/v1, found ",
-        ),
-        ({"endpoint": "http://localhost:port/v1"}, "endpoint: expected a URL such as"),
-        ({"endpoint": "http://me:secret@localhost/v1"}, "endpoint: expected a URL without user name, password or"),
-        ({"endpoint": "http://localhost/v1?key=secret"}, "endpoint: expected a URL without user name, password or"),
-        ({"endpoint": None, "endpoint_model": "tiny"}, "endpoint_model: expected --endpoint with it, found none"),
-        ({"endpoint": None, "endpoint_key_env": "KEY"}, "endpoint_key_env: expected --endpoint with it, found none"),
-        ({"answers": "given"}, "endpoint: expected none with --answers given"),
-        ({"answers": "mine"}, "answers: expected one of target, given, found 'mine'"),
+        ({"endpoint": "localhost:8000"}, "endpoint"),
+        ({"endpoint": "http://localhost:port/v1"}, "endpoint"),
+        ({"endpoint": "http://me:secret@localhost/v1"}, "endpoint"),
+        ({"endpoint": "http://localhost/v1?key=secret"}, "endpoint"),
+        ({"endpoint": None, "endpoint_model": "tiny"}, "endpoint_model"),
+        ({"endpoint": None, "endpoint_key_env": "KEY"}, "endpoint_key_env"),
+        ({"answers": "given"}, "endpoint"),
+        ({"answers": "mine"}, "answers"),
     ],
 )
-def test_settings_are_checked(settings, message, remote):
-    with pytest.raises(InputError) as error:
+def test_settings_are_checked(settings, field, remote):
+    with pytest.raises(InputError, match=f"^{field}: expected ") as error:
         remote(**settings)
-    assert str(error.value).startswith(message) and "secret" not in str(error.value)
+    assert "secret" not in str(error.value)

@@ -62,7 +62,6 @@ from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 from draftsmith.train.teacher.feature_reader import find_features
-from draftsmith.train.teacher.target_ends import ENDS, load_ends, save_ends
 
 FAULTS = int(os.environ.get("FAULTS", "500"))
 WITHOUT_END = 60
@@ -186,7 +185,6 @@ META |= {"spec_num_proposed_drafts": 4, "spec_num_correct_drafts": 1, "spec_corr
 SERVER_INFO = {"internal_states": [{}], "version": "0.5", "speculative_num_draft_tokens": 4}
 SERVER_INFO |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_algorithm": "EAGLE3"}
 COMPLETED = {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [1], "prompt_token_ids": [1]}]}
-GENERATED = {"text": "a", "meta_info": META, "output_ids": [1, 2]}
 ENGINE = {"vllm": "1", "device": "cpu", "results": [{"token_ids": [[7, 8]], "num_drafts": [2], "num_draft_tokens": [6],
     "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1, 0]}]}  # fmt: skip
 COST_FILE = {"schema": "draftsmith.costs/1", "environment": {}, "compiled": False, "target": "t", "drafters": {"draft":
@@ -251,11 +249,6 @@ READERS: dict[str, Reader] = {
         run(lambda c: c.complete_whole({}, COMPLETIONS, "it")),
         lambda answer: ids_below(2**31, answer.token_ids, answer.prompt_ids),
     ),
-    "an endpoint's native completion": Reader(
-        lines(GENERATED),
-        run(lambda c: c.complete_whole({}, NATIVE, "it")),
-        lambda answer: ids_below(2**31, answer.token_ids),
-    ),
     "an engine's answers": Reader(
         lines(ENGINE), lambda path: run_of(path.read_bytes(), [Job("t", [[1]])], "ended"), run_is_possible
     ),
@@ -294,7 +287,6 @@ def directories(pipeline, tokenizer, tmp_path_factory) -> dict[str, Reader]:
     target = tiny_llama(0, 300)
     MedusaHeads.of_target(target, 2).save_pretrained(root / "medusa")
     EagleHeads.of_target(target, token_map=torch.arange(0, 300, 7)).save_pretrained(root / "eagle")
-    save_ends(target, root / ENDS)
     completions = shutil.copytree(pipeline / "short", root / "short")
     made = {"completions": [str(completions)], "batch_size": 3, "dtype": "float32"}
     make_cache(CacheConfig(str(pipeline / "target"), output=str(root / "laws"), k=8, **made))
@@ -336,7 +328,6 @@ def directories(pipeline, tokenizer, tmp_path_factory) -> dict[str, Reader]:
         "a distribution cache's shard": flips(shard(root / "laws"), laws, finite_batch),
         "a feature cache's manifest": Reader(root / "features" / "manifest.json", states, finite_batch),
         "a feature cache's shard": flips(shard(root / "features"), states, finite_batch),
-        "a target's ends": flips(root / ENDS, lambda path: load_ends(path, str(pipeline / "target"))),
         "a model's headers": flips(root / "medusa" / WEIGHTS, lambda path: stored_tensors(path.parent, "target")),
     }
     for kind, loads in {"medusa": (MedusaHeads.from_pretrained, import_heads),

@@ -2,8 +2,7 @@
 
 The shapes are those of vLLM's `CompletionResponse` (vllm/entrypoints/openai/completion/protocol.py and serving.py;
 https://docs.vllm.ai/en/latest/serving/online_serving/openai_compatible_server/), of SGLang's `CompletionResponse`
-(python/sglang/srt/entrypoints/openai/serving_completions.py, pull request 30917) and of its native `/generate`
-(https://docs.sglang.io/basic_usage/native_api.html).
+(python/sglang/srt/entrypoints/openai/serving_completions.py, pull request 30917).
 """
 
 import json
@@ -74,27 +73,6 @@ def sglang(body: dict, ids: list[int], reason: str, text: str = "") -> dict:
     }
 
 
-def native(body: dict, ids: list[int], reason: str, text: str = "") -> dict:
-    ended = (
-        {"type": "stop", "matched": ids[-1]}
-        if reason == "stop"
-        else {"type": "length", "length": body["sampling_params"]["max_new_tokens"]}
-    )
-    return {
-        "text": text,
-        "output_ids": ids,
-        "meta_info": {
-            "id": "c5f1",
-            "finish_reason": ended,
-            "prompt_tokens": len(body["input_ids"]),
-            "weight_version": "default",
-            "completion_tokens": len(ids),
-            "cached_tokens": 0,
-            "e2e_latency": 0.02,
-        },
-    }
-
-
 def older_sglang(body: dict, ids: list[int], reason: str, text: str = "") -> dict:
     return sglang(body | {"return_token_ids": None}, ids, reason, text)
 
@@ -153,9 +131,7 @@ def refusal(config: PrepareConfig) -> str:
 
 def backed(server, generate, shape, tokenizer):
     def answer(path, body, number):
-        ids = body["input_ids"] if path == "/generate" else body["prompt"]
-        size = body["sampling_params"]["max_new_tokens"] if path == "/generate" else body["max_tokens"]
-        written, reason = generate(ids, size)
+        written, reason = generate(body["prompt"], body["max_tokens"])
         text = tokenizer.decode(written[:-1] if reason == "stop" else written)
         return shape(body, written, reason, text)
 

@@ -1,4 +1,4 @@
-"""Chat templates in the styles of nine families, short, but with what each does to a conversation."""
+"""Chat templates in the styles of six families, short, but with what each does to a conversation."""
 
 import json
 from collections.abc import Sequence
@@ -8,12 +8,6 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
-
-CHATML = """
-{%- for m in messages %}
-    {{- '<|im_start|>' + m.role + ('=' + m.name if m.name else '') + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 # Earlier thinking is dropped, the last answer has at least empty thinking, results of tools share a user's turn.
 QWEN3 = """
@@ -120,34 +114,6 @@ QWEN35 = """
     {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking else '<think>\\n' }}
 {%- endif %}"""
 
-# Tools stand in the first user's turn; one call a turn; results are of a role of their own.
-LLAMA31 = """
-{{- bos_token }}
-{%- set rest = namespace(first=0) %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\nCutting Knowledge Date: December 2023\\n\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content | trim }}{%- set rest.first = 1 %}{%- endif %}
-{{- '<|eot_id|>' }}
-{%- for m in messages[rest.first:] %}
-    {%- if m.role == 'user' and loop.first and tools %}
-        {{- '<|start_header_id|>user<|end_header_id|>\\n\\nAnswer by a call of one of these functions.\\n\\n' }}
-        {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
-        {{- m.content | trim + '<|eot_id|>' }}
-    {%- elif m.role in ('tool', 'ipython') %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
-        {{- (m.content if m.content is string else m.content | tojson) + '<|eot_id|>' }}
-    {%- elif m.tool_calls %}
-        {%- if m.tool_calls | length != 1 %}
-            {{- raise_exception('This model only supports single tool-calls at once!') }}
-        {%- endif %}
-        {%- set f = m.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + f.name + '", "parameters": ' }}
-        {{- f.arguments | tojson + '}<|eot_id|>' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-
 # Thinking, calls and answers are messages of channels; thinking before an answer is dropped later; the last one ends
 # in <|return|>, earlier ones in <|end|>.
 HARMONY = """
@@ -231,26 +197,6 @@ DEEPSEEK = """
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|Assistant|></think>' }}{%- endif %}"""
 
-# The roles alternate; the system's text goes into the first user's turn; no tools.
-GEMMA3 = """
-{{- bos_token }}
-{%- set first = namespace(text='', at=0) %}
-{%- if messages[0].role == 'system' %}
-    {%- set first.text = (messages[0].content if messages[0].content is string else messages[0].content[0].text) %}
-    {%- set first.text = first.text + '\\n\\n' %}{%- set first.at = 1 %}
-{%- endif %}
-{%- for m in messages[first.at:] %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
-    {%- if loop.first %}{{- first.text }}{%- endif %}
-    {%- if m.content is string %}{{- m.content | trim }}
-    {%- else %}{%- for part in m.content %}{{- part.text | trim }}{%- endfor %}{%- endif %}
-    {{- '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
-
 # The tools stand before the last user's turn alone, so that every turn moves them.
 MISTRAL = """
 {{- bos_token }}
@@ -324,28 +270,23 @@ GLM = """
 {%- endif %}"""
 
 TEMPLATES = {
-    "chatml": CHATML,
     "qwen 3": QWEN3,
     "qwen 3.5": QWEN35,
-    "llama 3.1": LLAMA31,
     "harmony": HARMONY,
     "deepseek": DEEPSEEK,
-    "gemma 3": GEMMA3,
     "mistral": MISTRAL,
     "glm": GLM,
 }
 ENDS = {
-    "llama 3.1": "<|eot_id|>",
     "harmony": "<|return|> <|call|>",
-    "gemma 3": "<end_of_turn>",
     "glm": "<|user|> <|observation|>",
-    **dict.fromkeys(("chatml", "qwen 3", "qwen 3.5"), "<|im_end|>"),
+    **dict.fromkeys(("qwen 3", "qwen 3.5"), "<|im_end|>"),
 }
 """The tokens that end a family's texts, other than the tokenizer's own."""
 SPECIAL = (
-    "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|start|> <|message|> <|channel|> "
+    "<|im_start|> <|im_end|> <|start|> <|message|> <|channel|> "
     "<|end|> <|return|> <|call|> <|User|> <|Assistant|> <|calls|> <|/calls|> <|/call|> <|sep|> <|output|> <|/output|> "
-    "<start_of_turn> <end_of_turn> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] "
+    "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] "
     "[/TOOL_RESULTS] [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <|tool|> <|/tool|>"
 )
 PLAIN = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"  # added, but not special

@@ -5,20 +5,19 @@ times, so that changed shards are read again. It is written under another name a
 (length, packing, weights, held-out share) only choose among the samples; they do not change the file.
 """
 
-import fcntl
 import hashlib
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers.utils import logging
+from filelock import FileLock
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import Phase, phase
@@ -38,8 +37,6 @@ SAMPLES = pa.schema(
         ("text", pa.uint64()),  # a hash of tokens and mask, by which teacher caches know a sample
     ]
 )
-
-logger = logging.get_logger(__name__)
 
 
 def map_completions(path: str, output: Path | None = None) -> Path:
@@ -91,17 +88,13 @@ def _write_missing(file: Path, shards: Sequence[Path]) -> None:
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
     """Wait for the lock of a directory; yield whether it is held, since some file systems have no locks."""
-    with (directory / ".lock").open("a") as file:
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info(f"{directory}: waiting for the process that writes it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
-        except OSError:
-            held = False
-        yield held
+    lock = FileLock(directory / ".lock")
+    with suppress(OSError):
+        lock.acquire()
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Phase) -> None:

@@ -56,8 +56,8 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     as prompts. With given answers, `first` makes one sample of a conversation, without the turns that the chat template
     writes differently later; `all` makes one for each context in which turns were written."""
     endpoint: str | None = None
-    """Let a server that runs the target complete the prompts: the base URL of an OpenAI-compatible API
-    (http://localhost:8000/v1), or SGLang's native http://localhost:30000/generate."""
+    """Let a server that runs the target complete the prompts: the base URL of an OpenAI-compatible API, such as
+    http://localhost:8000/v1."""
     endpoint_model: str | None = None
     """The target's name on that server; the one model that the server lists by default."""
     endpoint_key_env: str | None = None

@@ -65,7 +65,7 @@ def read_prompts(
     """Read prompts or conversations from a file, a directory or a data set on the hub, and make their ids unique.
 
     Args:
-        source: a `.jsonl` file (one record per line), `.json` (an array of records), `.parquet`, `.txt` or `.md` (one
+        source: a `.jsonl` file (one record per line), `.json` (an array of records), `.parquet`, `.txt` (one
             prompt per line, empty lines skipped); or a directory or hub id for `datasets.load_dataset`.
         split: the split of a directory or hub id.
         limit: read only the first `limit` prompts.
@@ -252,7 +252,6 @@ def read_records(source: str, split: str) -> Iterator[Located]:
         ".jsonl": _jsonl,
         ".json": _json,
         ".txt": _lines_as_prompts,
-        ".md": _lines_as_prompts,
         ".parquet": _parquet,
     }
     reader = readers.get(path.suffix.lower())

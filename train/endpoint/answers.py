@@ -155,19 +155,6 @@ class Generated(ServerMessage):
     meta_info: Meta | None = None
 
 
-class WholeMeta(Meta):
-    """SGLang's `meta_info` of a finished answer."""
-
-    finish_reason: FinishReason
-
-
-class WholeGeneration(Generated):
-    """An answer of SGLang's `/generate` in one piece."""
-
-    text: str
-    meta_info: WholeMeta
-
-
 def whole_ids(ids: Sequence[int] | None, count: int | None, finish_reason: str | None) -> bool:
     """Return whether the number of ids agrees with the server's count, if known; the end token may be missing."""
     return ids is None or count is None or len(ids) == count or (finish_reason == "stop" and len(ids) == count - 1)

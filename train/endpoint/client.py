@@ -19,7 +19,6 @@ from draftsmith.train.endpoint.answers import (
     ModelList,
     StreamPart,
     WholeCompletion,
-    WholeGeneration,
     whole_ids,
 )
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
@@ -85,8 +84,8 @@ class ServedCompletion:
         if part.sglext is not None and part.sglext.spec_tokens_details is not None:
             self.counts = part.sglext.spec_tokens_details.counts()
 
-    def add_generated(self, part: Generated, now: float = 0.0) -> None:
-        """Add a part that came `now`, or a whole answer, of SGLang's `/generate`.
+    def add_generated(self, part: Generated, now: float) -> None:
+        """Add a part of SGLang's `/generate` that came `now`.
 
         The shapes are those of `handle_loop` and `_calculate_spec_decoding_metrics` (now `fill_spec_decoding_meta`) in
         `python/sglang/srt/managers/tokenizer_manager.py`: every part repeats the whole text and, unless the server
@@ -178,10 +177,7 @@ class Client(HttpClient):
     async def complete_whole(self, request: Mapping[str, Any], path: str, what: str) -> ServedCompletion:
         """Return one completion, `what` in messages, that comes in one piece; it is as the server gave it."""
         answer = ServedCompletion()
-        if path == NATIVE:
-            answer.add_generated(await self.fetch(WholeGeneration, path, request, what))
-        else:
-            answer.add(await self.fetch(WholeCompletion, path, {**request, "return_token_ids": True}, what))
+        answer.add(await self.fetch(WholeCompletion, path, {**request, "return_token_ids": True}, what))
         return answer
 
     def impossible(self, path: str, what: str) -> ServerFailure:

@@ -4,7 +4,6 @@ Text would have to be tokenized again, and might give other ids than the target 
 
 * `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids` on `/v1/completions`: vLLM since 0.10.2
   (its pull request 22587) and SGLang (pull request 30917);
-* SGLang's native `/generate` gives `output_ids`, in all versions; it is used if the URL ends with that name;
 * of other servers the text is tokenized again, decoded once more, and its tokens are counted.
 
 If the ids, text and number of tokens of an answer disagree, the sample counts as uncertain. Both servers list the
@@ -14,7 +13,7 @@ end-of-sequence token among the ids; if a server does not, it is added.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -98,10 +97,10 @@ class RemoteTarget:
 
     async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
-        config, url, name = self.server.config, self.server.full_url, f"prompt {sample.prompt.id!r}"
+        config, url, name = self.server.config, self.server.url, f"prompt {sample.prompt.id!r}"
         temperature = config.temperature if sample.temperature is None else sample.temperature
         prompt, seed = SentPrompt(sample.prompt, sample.ids), request_seed(config.seed, sample.prompt.id)
-        sent = prompt, self.model, config, temperature, config.max_new_tokens, seed, self.server.native
+        sent = prompt, self.model, config, temperature, config.max_new_tokens, seed
         # Text with its special tokens, as they were written, in case it must be tokenized again.
         whole: dict[str, Any] = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
         body, path = completion_request(*sent, stop_token_ids=self.vocabulary.ends, **whole)
@@ -110,8 +109,6 @@ class RemoteTarget:
         if answer.text is None and answer.token_ids is None:
             raise InputError(f"endpoint: expected {what} from {url}, found neither a text nor token ids")
         most = config.new_tokens()
-        if answer.finish_reason is None:
-            answer = replace(answer, finish_reason=infer_finish_reason(answer.token_ids, most, self.vocabulary.ends))
         if answer.finish_reason not in {"stop", "length"}:
             problem = f"finish_reason {answer.finish_reason!r}"
             raise InputError(f"endpoint: expected {what} from {url}, found {problem}")
@@ -127,15 +124,6 @@ class RemoteTarget:
             self.warned = True
             logger.warning("%s: gives no token ids, so its text is tokenized again", url)
         return to_completion(answer, sample.ids, self.vocabulary, name)
-
-
-def infer_finish_reason(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
-    """Return the reason why a completion ended, for a server that does not say; None if its ids do not tell either."""
-    if ids is None:
-        return None
-    if any(token in ends for token in ids):
-        return "stop"
-    return "length" if len(ids) >= most else None
 
 
 def to_completion(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:

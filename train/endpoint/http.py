@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse, parse_answer, parse_json
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class HttpClient:
 
     Paths are added to `url`. `name` is the option that gave the URL, for messages, and `key_field` the option that
     named `key_env`, the environment variable with the API key. `timeout` is in seconds, for one whole answer. A missing
-    key, and a proxy or certificates that cannot be used, raise an InputError.
+    key raises an InputError.
     """
 
     def __init__(
@@ -55,19 +55,12 @@ class HttpClient:
     ):
         self.url, self.name, self.timeout = url, name, timeout
         self.key = api_key(key_env, key_field or f"{name}_key_env")
-        try:
-            self._client = httpx2.AsyncClient(
-                headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
-                timeout=None,
-                limits=httpx2.Limits(max_connections=None),
-                verify=_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
-            )
-        except Exception as error:  # a bad value in the environment may raise any exception
-            kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-            raise InputError(
-                f"{name}: expected a proxy and certificates that can be used in the environment, found: "
-                f"{kind}{first_line(error)}"
-            ) from error
+        self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
+            timeout=None,
+            limits=httpx2.Limits(max_connections=None),
+            verify=_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
+        )
 
     async def __aenter__(self) -> Self:
         """Return the client."""

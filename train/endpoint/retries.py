@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
-from draftsmith.train.endpoint.client import NATIVE, Client
+from draftsmith.train.endpoint.client import Client
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 T = TypeVar("T")
@@ -24,10 +24,7 @@ class RetryingClient(Client):
 
     def __init__(self, config: PrepareConfig):
         self.config, self.window = config, Window()
-        self.full_url = (config.endpoint or "").rstrip("/")
-        # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
-        self.native = self.full_url.endswith(NATIVE)
-        root = self.full_url.removesuffix(NATIVE if self.native else "/completions")
+        root = (config.endpoint or "").rstrip("/").removesuffix("/completions")
         HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, TIMEOUT)
 
     async def fetch(
@@ -38,7 +35,7 @@ class RetryingClient(Client):
         Broken JSON is requested again, but JSON that does not fit `kind` is an error. The InputError says whether the
         server refused, or every try failed.
         """
-        path = path if self.native else path.removeprefix("/v1")  # the URL has it, or another root
+        path = path.removeprefix("/v1")  # the URL has it, or another root
         for attempt in range(1, TRIES + 1):
             try:
                 answer = await super().fetch(kind, path, body, what, timeout)
@@ -61,15 +58,15 @@ class RetryingClient(Client):
 
 
 class Window:
-    """A limit of requests sent at once: fixed, or adapted to the server.
+    """A limit of requests sent at once, which adapts to the server.
 
-    An adapted limit grows by one for each answer, and halves when the server is busy (Chiu and Jain 1989, "Analysis of
+    It grows by one for each answer, and halves when the server is busy (Chiu and Jain 1989, "Analysis of
     the increase and decrease algorithms for congestion avoidance"). Too few requests leave a server idle; too many only
     wait longer.
     """
 
-    def __init__(self, fixed: int | None = None):
-        self.size, self._fixed, self._taken = fixed or FIRST_REQUESTS, fixed is not None, 0
+    def __init__(self, size: int | None = None):
+        self.size, self._taken = size or FIRST_REQUESTS, 0
         self._answered = True  # since the last shrink: requests refused together count once
         self._freed = asyncio.Event()
 
@@ -88,12 +85,11 @@ class Window:
     def grow(self) -> None:
         """Record an answer of the server."""
         self._answered = True
-        if not self._fixed:
-            self.size = min(self.size + 1, MOST_REQUESTS)
+        self.size = min(self.size + 1, MOST_REQUESTS)
 
     def shrink(self) -> None:
         """Record that the server is busy."""
-        if self._answered and not self._fixed:
+        if self._answered:
             self.size, self._answered = max(self.size // 2, 1), False
 
 

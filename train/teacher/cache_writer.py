@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
-from draftsmith.train.teacher.feature_shards import FeatureShards, LiveTeacher
-from draftsmith.train.teacher.served import ServedModel, ServedTarget, StreamedTeacher, urls_of
+from draftsmith.train.teacher.feature_shards import FeatureShards, States, live_states
+from draftsmith.train.teacher.served import ServedModel, ServedTarget, urls_of
 from draftsmith.train.teacher.served_check import ask_servers, compare_states, require_length, require_served
 from draftsmith.train.teacher.sources import Source, texts_of
-from draftsmith.train.teacher.target_ends import ENDS, ends_bytes, read_ends, save_ends
+from draftsmith.train.teacher.target_ends import read_ends
 
 Shards = DistributionShards | FeatureShards
 
@@ -121,17 +122,14 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
                 _count(summary, source)
             else:
                 missing.append(source)
-        lacks_ends = config.features and processes.first and not (output / ENDS).is_file()
-        works = bool(missing) or lacks_ends
+        works = bool(missing)
         if served is not None:  # the first process compares states for all
             works = any(processes.gathered(works))
         if works:
-            needed = _estimate(config, shards, missing, lacks_ends, processes)
-            with _teacher(config, served, processes, lambda: _first_texts(sources)) as (teacher, model):
+            needed = _estimate(config, shards, missing, processes)
+            with _teacher(config, served, processes, lambda: _first_texts(sources)) as teacher:
                 if processes.first and missing:
                     print(f"{shards.title}: {needed}")
-                if lacks_ends:
-                    save_ends(model, output / ENDS)
                 _write(shards, teacher, missing, summary, processes)
         return CacheSummary.over(processes.gathered(summary))
 
@@ -146,21 +144,18 @@ def _as_served(config: CacheConfig, served: ServedModel) -> CacheConfig:
 @contextmanager
 def _teacher(
     config: CacheConfig, served: ServedModel | None, processes: Processes, texts: Callable[[], list[list[int]]]
-) -> Iterator[tuple[Any, PreTrainedModel]]:
-    """Yield what gives the numbers, and the target: its ends alone where servers compute.
-
-    The servers' states of some texts are compared with the target first.
-    """
+) -> Iterator[Any]:
+    """Yield what gives the numbers; servers' states of some texts are compared with the target first."""
     if served is None:
         model = _load(config)
-        yield LiveTeacher(model, config.batch_size) if config.features else model, model
+        yield partial(live_states, model, config.batch_size) if config.features else model
         return
     urls, code = urls_of(config.teacher), config.trust_remote_code
     with phase(f"reading the ends of {config.target}"):
         ends = read_ends(config.target, config.dtype, trust_remote_code=code)
     processes.after_the_first(lambda: compare_states(urls, config.target, ends, texts(), code))
     with ServedTarget(urls, last_norm(ends), served=served) as teacher:
-        yield teacher, ends
+        yield teacher
 
 
 def _first_texts(sources: Sequence[Source]) -> list[list[int]]:
@@ -191,17 +186,13 @@ def _count(summary: CacheSummary, source: Source) -> None:
     summary.size += (summary.output / source.name).stat().st_size
 
 
-def _estimate(
-    config: CacheConfig, shards: Shards, missing: list[Source], lacks_ends: bool, processes: Processes
-) -> str:
+def _estimate(config: CacheConfig, shards: Shards, missing: list[Source], processes: Processes) -> str:
     """Return a line about the most disk space that the missing shards take, and require that it is free."""
     # The shares of all processes are about equal.
     positions = processes.count * sum(source.positions for source in missing)
     samples = processes.count * sum(len(source.samples) for source in missing)
     # An upper bound: the savings of compression are not known yet.
     most = positions * shards.position_bytes + samples * shards.sample_bytes
-    if lacks_ends:
-        most += ends_bytes(config.target, config.dtype, config.trust_remote_code)
     free = shutil.disk_usage(config.output).free
     if free < most:
         space = f"{_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}"
@@ -221,7 +212,7 @@ def _write(shards: Shards, teacher: Any, missing: list[Source], summary: CacheSu
     if isinstance(teacher, ServedTarget):
         assert isinstance(shards, FeatureShards)
         texts = (ids for source in missing for _, ids, _ in texts_of(source.completions))
-        teacher = StreamedTeacher(teacher.states(shards.layout, texts))
+        teacher = partial(_next_states, teacher.states(shards.layout, texts))
     with phase(processes.title("cache"), total, "samples", summary.kept) as bar:
         for source in missing:
             shards.write(summary.output / source.name, source, texts_of(source.completions), teacher, bar.advance)
@@ -229,6 +220,12 @@ def _write(shards: Shards, teacher: Any, missing: list[Source], summary: CacheSu
             summary.positions_written += source.positions
             summary.seconds = time.perf_counter() - start
             _count(summary, source)
+
+
+def _next_states(stream: States, layout: Any, texts: Sequence[list[int]]) -> States:
+    """Yield the states of a shard's texts, the next of a stream over all, so that no server is idle between shards."""
+    for number, (_, states) in zip(range(len(texts)), stream, strict=False):
+        yield [number], states
 
 
 def _manifest(config: CacheConfig, shards: Shards, vocab_size: int, served: ServedModel | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,11 +81,8 @@ class Layout:
         return pa.schema([("id", pa.string()), ("text", pa.uint64()), *states])
 
 
-class Teacher(Protocol):
-    """A source of states: a target in memory, or one on servers."""
-
-    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
-        """Yield the numbers of some texts and their `STATES`, until all were yielded."""
+States = Iterator[tuple[list[int], list[dict[str, Tensor]]]]
+"""The numbers of some texts and their `STATES`, until all texts had their turn."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +135,17 @@ class FeatureShards:
         return len(text[1]) - 1
 
     def write(
-        self, path: Path, source: Source, texts: list[Text], teacher: Teacher, done: Callable[[int], Any]
+        self,
+        path: Path,
+        source: Source,
+        texts: list[Text],
+        compute: Callable[..., States],
+        done: Callable[[int], Any],
     ) -> None:
         """Compute or ask for the states of a source and write its shard; `done` gets each batch's number of samples."""
         with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
             writing: Future[None] | None = None  # writes a batch while the next is computed: two are in memory
-            for rows, states in teacher.states(self.layout, [ids for _, ids, _ in texts]):
+            for rows, states in compute(self.layout, [ids for _, ids, _ in texts]):
                 if writing is not None:
                     writing.result()
                 writing = disk.submit(self._write_batch, writer, source, rows, states)
@@ -162,17 +164,10 @@ class FeatureShards:
             writer.write_table(_row(self.columns, source.samples[i], text_states))
 
 
-@dataclass(frozen=True)
-class LiveTeacher:
-    """A target in memory, which computes the states of a batch of texts of similar length at a time."""
-
-    model: PreTrainedModel
-    batch_size: int
-
-    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
-        """Yield the numbers of the texts of each batch, longest first, and their states as `states_of` returns them."""
-        for rows in batches_of(texts, self.batch_size):
-            yield rows, states_of(self.model, layout, [texts[row] for row in rows])
+def live_states(model: PreTrainedModel, batch_size: int, layout: Layout, texts: Sequence[list[int]]) -> States:
+    """Yield the states by a target in memory, of batches of texts of similar length, the longest first."""
+    for rows in batches_of(texts, batch_size):
+        yield rows, states_of(model, layout, [texts[row] for row in rows])
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from draftsmith.train.endpoint.client import TEXT, Client
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import DTYPES
 from draftsmith.train.options import checked_url
-from draftsmith.train.teacher.feature_shards import STATES, Layout
+from draftsmith.train.teacher.feature_shards import STATES, Layout, States
 
 KEY = "VLLM_API_KEY"
 """The environment variable of the servers' API key, which they read, too."""
@@ -195,7 +195,7 @@ class ServedTarget:
     async def _what(self, client: Client) -> ServedModel:
         return await client.fetch(ServedModel, TARGET, what="what it serves")
 
-    def states(self, layout: Layout, texts: Iterable[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
+    def states(self, layout: Layout, texts: Iterable[list[int]]) -> States:
         """Yield the `STATES` of texts in order, as `live_states` does: the number of a text, and its states.
 
         Texts are asked for `AHEAD` of those that are read, and the servers' limits divide them over time.
@@ -353,18 +353,6 @@ class ServedTarget:
         hidden_TH = last_TH if self.norm is None else self.norm(last_TH)
         columns = {"hidden": hidden_TH, "features": states_TnH[:, places].flatten(1)}
         return {name: columns[name].to(layout.dtype).contiguous() for name in STATES if name in layout.widths}
-
-
-@dataclass(frozen=True)
-class StreamedTeacher:
-    """The states of several shards' texts in one stream, so that no server is idle between two shards."""
-
-    stream: Iterator[tuple[list[int], list[dict[str, Tensor]]]]
-
-    def states(self, layout: Layout, texts: Sequence[list[int]]) -> Iterator[tuple[list[int], list[dict[str, Tensor]]]]:
-        """Yield the numbers of a shard's texts, which are the next of the stream, and their `STATES`."""
-        for number, (_, states) in zip(range(len(texts)), self.stream, strict=False):
-            yield [number], states
 
 
 def checked_states(content: bytes, ids: Sequence[int], served: ServedModel, url: str) -> Tensor:

@@ -1,11 +1,10 @@
 """The ends of a target, which training needs in addition to its states: embeddings, last layer, norm and head.
 
 Drafting heads read the embeddings, the head makes distributions from the last hidden states, and heads may be
-initialised from the last layer and the norm. For Qwen3-8B in bfloat16 they are 2.9 GB of 16. A cache of features keeps
-them in a file; where servers give the states, they are read from the target's own files, and nothing else is.
+initialised from the last layer and the norm. For Qwen3-8B in bfloat16 they are 2.9 GB of 16. They are read from the
+target's own files, and nothing else is.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -23,51 +21,18 @@ from transformers.utils.hub import cached_file
 from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
 from draftsmith.decode.validation import read
 from draftsmith.train.checkpoint import INDEX, WEIGHTS, Index, check_finite, reading_errors
-from draftsmith.train.files import atomic_files
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model, load_config, load_model, resolve_dtype, whole_weights
 from draftsmith.train.quantization import own_weights
 
-ENDS = "target.safetensors"
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 """The number of a layer in the name of a stored tensor."""
 DEQUANTIZED = ("fp8", "mxfp4")
 """Quantisations that the library turns into floating point as it loads them."""
-SHA256 = "sha256"
-"""The metadata key of a checksum over all tensors: safetensors has none of its own."""
-
-
-def save_ends(target: PreTrainedModel, path: Path) -> None:
-    """Write the ends of a target in its names and dtype, in floating point."""
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target)}
-    with atomic_files(path.parent) as aside:
-        save_file(tensors, aside / path.name, {SHA256: _digest(tensors)})
-
-
-def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:
-    """Return the bytes of a target's ends, from its config alone; raise InputError if its layers are not found."""
-    target = empty_model(path, field="target", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    return sum(tensor.nbytes for _, tensor in _ends(target))
-
-
-def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a target's ends from `path` into the host's memory; its other layers stay on the meta device.
-
-    Only the config of `target` is read. Raise InputError if the file is missing, damaged or another target's.
-    """
-    with reading_errors("teacher_cache", f"what draftsmith cache --features keeps of a target in {path}"):
-        tensors = load_file(path)
-        with safe_open(path, "pt") as file:
-            written = (file.metadata() or {}).get(SHA256)
-        if written != _digest(tensors):
-            raise ValueError("another checksum: remove the file and run draftsmith cache again")
-        model = _model_of(tensors, target, trust_remote_code)
-    check_finite(model, path, "teacher_cache")
-    return model
 
 
 def read_ends(path: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the ends of a target as `load_ends` does, from its own safetensors, and read nothing else of them.
+    """Load a target's ends from its safetensors into the host's memory; its other layers stay on the meta device.
 
     Weights in fp8 and mxfp4 become floating point. A target whose weights are pickled, or quantised in another way, is
     loaded whole.
@@ -152,8 +117,9 @@ def _places(model: PreTrainedModel, others: str) -> dict[str, str]:
     places = dict.fromkeys(layers[:-1], others) | {layers[-1]: "cpu"}
     inside = tuple(f"{layer}." for layer in layers)
     for name, module in model.named_modules():
-        if name and not any(module.children()) and not name.startswith(inside):
-            places[name] = "cpu"
+        if name and not name.startswith(inside):
+            own = [f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)]  # beside modules in it
+            places |= dict.fromkeys(own if any(module.children()) else [name], "cpu")
     return places
 
 
@@ -186,15 +152,6 @@ def _ends(
             if place not in visited:
                 visited.add(place)
                 yield f"{prefix}.{name}", tensor.detach()
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum of names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -15,10 +15,9 @@ from pipelines import training_data, write_completions
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import mapped
-from draftsmith.train.data.examples import require_disjoint_prompts, split_off, training_examples
+from draftsmith.train.data.examples import EpochSampler, require_disjoint_prompts, split_off, training_examples
 from draftsmith.train.data.mapped import Texts, map_completions, text_hash
 from draftsmith.train.data.packing import pack
-from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.positions import IGNORED
 
 

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.data.examples import EpochSampler, TrainingData
 from draftsmith.train.data.packing import best_fit_decreasing, pack
-from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 
 LENGTH = 24

@@ -100,9 +100,8 @@ def test_a_prompt_written_as_a_record_is_read_as_it_was(tmp_path):
 
 
 def test_text_files_are_one_prompt_a_line(tmp_path):
-    for name in ("prompts.txt", "prompts.md"):
-        source = write(tmp_path, name, b"\xef\xbb\xbfone\r\n\r\n  two\r\nthree")
-        assert [(p.id, p.text) for p in read_prompts(source)] == [("0", "one"), ("1", "  two"), ("2", "three")]
+    source = write(tmp_path, "prompts.txt", b"\xef\xbb\xbfone\r\n\r\n  two\r\nthree")
+    assert [(p.id, p.text) for p in read_prompts(source)] == [("0", "one"), ("1", "  two"), ("2", "three")]
 
 
 def test_byte_order_mark_and_crlf_and_line_separators_are_fine(tmp_path):
@@ -158,7 +157,7 @@ def test_ids_are_unique_and_limit_reads_no_further(tmp_path):
         ("p.json", '\n{"prompt": "a"}', "{path}: expected an array of records, found '{{' (a file of one record a line is named .jsonl)"),
         ("p.json", '[\n{"prompt": "a"},\n\n{"prompt":\n""}\n]', "{path}: row 2: prompt: expected some text, found an empty string"),
         ("p.json", '[\n{"prompt": "a"},\n{"prompt" "b"}]', "{path}:3: expected JSON, found: Expecting ':' delimiter (column 11)"),
-        ("p.csv", "a", "{path}: expected a file named .jsonl, .json, .txt, .md, .parquet, found '.csv'"),
+        ("p.csv", "a", "{path}: expected a file named .jsonl, .json, .txt, .parquet, found '.csv'"),
     ],
 )  # fmt: skip
 def test_errors_name_file_and_line(name, text, message, tmp_path):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
@@ -27,7 +27,6 @@ from draftsmith.train.data.generate import PrepareConfig, load_completions, prep
 from draftsmith.train.data.packing import pack
 from draftsmith.train.data.shards import COLUMNS, read_shard, write_shard
 from draftsmith.train.losses.distributions import CachedDistributions
-from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import cache_writer
@@ -36,7 +35,6 @@ from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_reader import cached_states, find_features
 from draftsmith.train.teacher.feature_shards import FeatureShards
-from draftsmith.train.teacher.target_ends import ENDS, load_ends, save_ends
 
 PATHS = ("short", "long")
 
@@ -230,7 +228,6 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, kind, whole, tmp_path, 
 def test_a_damaged_shard_is_written_again(pipeline, kind, whole, copied):
     file = shard_of(copied, "long", 1)
     if kind is FEATURES:  # whose numbers are not read: see `FeatureShards`
-        (copied / ENDS).unlink()
         file.write_bytes(file.read_bytes()[:-9])
     else:
         damage(file, kind)
@@ -253,29 +250,25 @@ def test_less_space_than_the_estimate_is_refused(pipeline, kind, tmp_path, monke
     assert not list((tmp_path / "cache").glob("*.parquet"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("laws", {"k": 9}, "^k: expected 8, found 9; .* begun with other settings"),
-        ("laws", {"temperature": 0.5}, r"^temperature: expected 1\.0, found 0\.5"),
-        ("laws", {"top_p": 0.5}, r"^top_p: expected 1\.0, found 0\.5"),
-        ("laws", {"k": 301}, "^k: expected at most the target's 300 tokens, found 301"),
-        ("features", {"layer_ids": [1]}, r"^layer_ids: expected \[1, 2\], found \[1\]; .* begun with other settings"),
-        ("features", {"feature_dtype": "bfloat16"}, "^feature_dtype: expected 'float32', found 'bfloat16'"),
-        (
-            "features", {"layer_ids": [1, 7]},
-            "^layer_ids: expected ascending depths between 1 and the target's 2 layers",
-        ),
-        (
-            "features", {"features": False, "layer_ids": None},
-            r"manifest\.json: expected schema 'draftsmith\.teacher/2', found 'draftsmith\.features/2'",
-        ),
+OTHERWISE = {
+    "laws": [
+        ({"k": 9}, "^k: expected 8, found 9; .* begun with other settings"),
+        ({"temperature": 0.5}, r"^temperature: expected 1\.0, found 0\.5"),
+        ({"k": 301}, "^k: expected at most the target's 300 tokens, found 301"),
     ],
-    indirect=["kind"],
-)  # fmt: skip
-def test_a_cache_is_not_resumed_otherwise(pipeline, kind, whole, options, message):
-    with pytest.raises(InputError, match=message):
-        make_cache(configured(pipeline, kind, whole[1], **options))
+    "features": [
+        ({"layer_ids": [1]}, r"^layer_ids: expected \[1, 2\], found \[1\]; .* begun with other settings"),
+        ({"feature_dtype": "bfloat16"}, "^feature_dtype: expected 'float32', found 'bfloat16'"),
+        ({"layer_ids": [1, 7]}, "^layer_ids: expected ascending depths between 1 and the target's 2 layers"),
+        ({"features": False, "layer_ids": None}, r"manifest\.json: expected schema 'draftsmith\.teacher/2', found"),
+    ],
+}
+
+
+def test_a_cache_is_not_resumed_otherwise(pipeline, kind, whole):
+    for options, message in OTHERWISE["features" if kind is FEATURES else "laws"]:
+        with pytest.raises(InputError, match=message):
+            make_cache(configured(pipeline, kind, whole[1], **options))
 
 
 def test_caches_of_another_target_are_refused(pipeline, kind, whole, tmp_path, tokenizer):
@@ -313,23 +306,15 @@ def test_other_completions_are_refused(pipeline, kind, whole, tmp_path):
         found_in(pipeline, kind, whole[1], completions=[str(tmp_path / "other")])
 
 
-@pytest.mark.parametrize(
-    ("kind", "other", "message"),
-    [
-        ("laws", {"k": 9}, "expected caches of one k, found 8 in .*short and 9 in .*other"),
-        (
-            "features", {"feature_dtype": "bfloat16"},
-            r"expected caches of one layout, found layers .* in float32 in .*short, and .* in bfloat16 in .*other",
-        ),
-    ],
-    indirect=["kind"],
-)  # fmt: skip
-def test_caches_of_one_shape_cover_completions_together(pipeline, kind, tmp_path, other, message):
+def test_caches_of_one_shape_cover_completions_together(pipeline, kind, tmp_path):
+    other, message = ({"k": 9}, "one k, found 8 in .*short and 9 in .*other")
+    if kind is FEATURES:
+        other, message = {"feature_dtype": "bfloat16"}, "one layout, found .* in float32 in .*short, .* in bfloat16 in"
     for path, completions, options in (("short", "short", {}), ("long", "long", {}), ("other", "long", other)):
         paths = [str(pipeline / completions)]
         make_cache(configured(pipeline, kind, tmp_path / path, completions=paths, **options))
     assert len(found_in(pipeline, kind, tmp_path / "short", tmp_path / "long").places) == 12
-    with pytest.raises(InputError, match=f"^teacher_cache: {message}"):
+    with pytest.raises(InputError, match=f"^teacher_cache: expected caches of {message}"):
         found_in(pipeline, kind, tmp_path / "short", tmp_path / "other")
     more = make_cache(configured(pipeline, kind, tmp_path / "short"))  # a cache takes other completions, too
     assert (more.kept, more.written) == (5, 7) and len(found_in(pipeline, kind, tmp_path / "short").places) == 12
@@ -339,35 +324,33 @@ SERVED = {"teacher": ["vllm:http://a"], "features": True}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "field"),
     [
-        ({"completions": []}, "completions: expected at least one directory"),
-        ({"k": 0}, "k: expected at least 1, found 0"),
-        ({"temperature": 0.0}, "temperature: expected a finite number, more than 0"),
-        ({"top_k": -1}, "top_k: expected at least 0"),
-        ({"top_p": 1.5}, "top_p: expected more than 0 and at most 1"),
-        ({"dtype": "int8"}, "dtype: expected one of float32"),
-        ({"features": True, "k": 64}, "k: expected none with features, which hold no distributions, found 64"),
-        ({"features": True, "temperature": 0.7}, r"temperature: expected none with features, .* found 0\.7"),
-        ({"feature_dtype": "int8"}, "feature_dtype: expected one of bfloat16, float32, found 'int8'"),
-        ({"features": True, "layer_ids": [0]}, "layer_ids: expected at least 1, found 0"),
-        ({"layer_ids": [1]}, "layer_ids: expected none without features"),
-        ({"layer_ids": []}, "layer_ids: expected none without features"),
-        ({"teacher": ["vllm:http://a"]}, "teacher: expected none without features, as servers give states and no dis"),
-        (SERVED | {"target_device": "cpu"}, "target_device: expected none with teacher"),
-        (SERVED | {"target_quantization": "8bit"}, "target_quantization: expected none with teacher"),
+        ({"completions": []}, "completions"),
+        ({"k": 0}, "k"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"features": True, "k": 64}, "k"),
+        ({"features": True, "temperature": 0.7}, "temperature"),
+        ({"feature_dtype": "int8"}, "feature_dtype"),
+        ({"features": True, "layer_ids": [0]}, "layer_ids"),
+        ({"layer_ids": []}, "layer_ids"),
+        ({"teacher": ["vllm:http://a"]}, "teacher"),
+        (SERVED | {"target_device": "cpu"}, "target_device"),
+        (SERVED | {"target_quantization": "8bit"}, "target_quantization"),
     ],
 )
-def test_bad_settings_are_named(options, message):
-    with pytest.raises(InputError, match=f"^{message}"):
+def test_bad_settings_are_named(options, field):
+    with pytest.raises(InputError, match=f"^{field}: expected "):
         CacheConfig("target", **({"completions": ["c"]} | options), output="o")
 
 
 # Of laws
 
 
-of_laws = pytest.mark.parametrize("kind", ["laws"], indirect=True)
-of_features = pytest.mark.parametrize("kind", ["features"], indirect=True)
+of_laws, of_features = (pytest.mark.parametrize("kind", [kind], indirect=True) for kind in KINDS)
 
 
 def laws_by_hand(pipeline: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
@@ -404,38 +387,24 @@ def test_laws_that_are_written_are_read(pipeline, kind, tmp_path, read, k):
 
 
 @of_laws
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": 0.7}, r"^temperature: expected 1\.0, which .* was written at, found 0\.7"),
-        ({"top_k": 5}, "^top_k: expected 0, .* found 5"),
-        ({"top_p": 0.9}, r"^top_p: expected 1\.0, .* found 0\.9"),
-    ],
-)
-def test_training_under_another_law_is_refused(pipeline, kind, whole, options, message):
-    with pytest.raises(InputError, match=message):
-        found_in(pipeline, kind, whole[1], **options)
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_k", 5), ("top_p", 0.9)])
+def test_training_under_another_law_is_refused(pipeline, kind, whole, name, value):
+    with pytest.raises(InputError, match=f"^{name}: expected .*, which .* was written at, found {value}"):
+        found_in(pipeline, kind, whole[1], **{name: value})
 
 
-def beyond(shard: pa.Table) -> pa.Table:
-    ids = [[2**30] * len(row) for row in shard["input_ids"].to_pylist()]
-    return shard.set_column(3, COLUMNS.field(3), pa.array(ids, COLUMNS.field(3).type))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (lambda shard: shard.slice(0, 0), "expected samples, found none$"),
-        (beyond, "found token 1073741824 with a vocabulary"),
-    ],
-    ids=["no rows", "ids beyond the vocabulary"],
-)
-def test_completions_that_no_target_wrote_are_refused(pipeline, tmp_path, changed, message):
+def test_completions_that_no_target_wrote_are_refused(pipeline, tmp_path):
     shutil.copytree(pipeline / "short", tmp_path / "short")
     file = tmp_path / "short" / "shard-00000.parquet"
-    write_shard(file, changed(read_shard(file)))
-    with pytest.raises(InputError, match=rf"shard-00000\.parquet: .*{message}"):
-        make_cache(configured(pipeline, KINDS["laws"], tmp_path / "cache", completions=[str(tmp_path / "short")]))
+    shard = read_shard(file)
+    ids = pa.array([[2**30] * len(row) for row in shard["input_ids"].to_pylist()], COLUMNS.field(3).type)
+    for changed, message in (
+        (shard.slice(0, 0), "expected samples, found none$"),
+        (shard.set_column(3, COLUMNS.field(3), ids), "found token 1073741824 with a vocabulary"),
+    ):
+        write_shard(file, changed)
+        with pytest.raises(InputError, match=rf"shard-00000\.parquet: .*{message}"):
+            make_cache(configured(pipeline, KINDS["laws"], tmp_path / "c", completions=[str(tmp_path / "short")]))
 
 
 def test_the_command_writes_a_cache(pipeline, tmp_path, capsys):
@@ -483,11 +452,9 @@ def test_states_that_are_written_are_read(pipeline, kind, tmp_path, tokenizer, d
 
 
 def test_a_family_without_such_layers_is_refused(pipeline, tmp_path, tokenizer):
-    """Before its weights are read."""
     torch.manual_seed(0)
     other = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=4, n_head=2))
     save_model(other, tokenizer, tmp_path / "target")
-    (tmp_path / "target" / "model.safetensors").unlink()
     config = configured(pipeline, FEATURES, tmp_path / "cache", layer_ids=None)
     with pytest.raises(InputError, match=r"^target: expected a model whose decoder has its layers in `layers`, .*GPT2"):
         make_cache(replace(config, target=str(tmp_path / "target")))
@@ -504,47 +471,3 @@ def test_some_of_the_depths_are_looked_up_alone(pipeline, kind, whole):
     assert json.loads((whole[1] / "manifest.json").read_text())["settings"]["layer_ids"] == [1, 2]
     with pytest.raises(InputError, match=r"^layer_ids: expected some of \[1, 2\], after which .*, found \[2, 3\]; run"):
         index.of_layers([2, 3])
-
-
-def gemma(vocab: int) -> Gemma3ForCausalLM:
-    """Embeddings that a buffer scales, and that the head is tied to."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=vocab, num_hidden_layers=3, head_dim=16, **shape)).eval()
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-def test_the_ends_of_a_target_are_its_own(tmp_path, tokenizer, kind):
-    target = gemma(300) if kind == "gemma" else tiny_llama(0, 300, layers=3)
-    save_model(target, tokenizer, tmp_path / "target")
-    save_ends(target, tmp_path / ENDS)
-    (tmp_path / "target" / "model.safetensors").unlink()
-    found = load_ends(tmp_path / ENDS, str(tmp_path / "target"))
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        assert torch.equal(found.get_input_embeddings()(ids), target.get_input_embeddings()(ids))
-    assert torch.equal(head_of(found).weight, head_of(target).weight)
-    assert torch.equal(found.get_decoder().norm.weight, target.get_decoder().norm.weight)
-    layers = found.get_decoder().layers
-    assert [next(layer.parameters()).is_meta for layer in layers] == [True, True, False]
-    for name, weight in layers[-1].state_dict().items():
-        assert torch.equal(weight, target.get_decoder().layers[-1].state_dict()[name])
-    assert not any(parameter.requires_grad for parameter in found.parameters())
-    assert (head_of(found).weight is found.get_input_embeddings().weight) == (kind == "gemma")
-
-
-@pytest.mark.parametrize("fault", ["missing", "cut", "another", "flipped"])
-def test_ends_that_are_none_are_one_line(tmp_path, tokenizer, fault):
-    save_model(tiny_llama(0, 300), tokenizer, tmp_path / "target")
-    save_ends(tiny_llama(0, 300, hidden=16 if fault == "another" else 32), tmp_path / ENDS)
-    if fault == "missing":
-        (tmp_path / ENDS).unlink()
-    elif fault == "cut":
-        (tmp_path / ENDS).write_bytes((tmp_path / ENDS).read_bytes()[:-100])
-    elif fault == "flipped":
-        content = bytearray((tmp_path / ENDS).read_bytes())
-        content[-101] ^= 1
-        (tmp_path / ENDS).write_bytes(content)
-    with pytest.raises(InputError, match=r"^teacher_cache: expected what draftsmith cache --features keeps") as error:
-        load_ends(tmp_path / ENDS, str(tmp_path / "target"))
-    assert "\n" not in str(error.value)

@@ -139,6 +139,8 @@ def test_the_ends_are_read_alone(family, tmp_path):
     ends = read_ends(str(tmp_path), dtype)
     found = dict(ends_of(ends))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert (ends.lm_head.weight is ends.model.embed_tokens.weight) == ends.config.tie_word_embeddings
+    assert not any(parameter.requires_grad for parameter in ends.parameters())
     assert str(ends.dtype) == f"torch.{dtype}" and ends.model.layers[0].input_layernorm.weight.is_meta
 
 

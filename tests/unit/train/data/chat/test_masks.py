@@ -24,23 +24,11 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
 
 
-def marked(answer: str) -> str:
-    return (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + answer + "{% else %}"
-        "{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}" + PROMPT
-    )
-
-
 TEMPLATES = {
     "chatml": CHATML,
-    "marked": marked("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"),
-    "marked, end outside": marked("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"),
-    "marked, newline inside": marked(
-        "{%- generation -%}{{ m.content }}<|im_end|>{{ '\n' }}{%- endgeneration %}"
-    ).replace("{{ m.role }}\n", "{{ m.role + '\n' }}"),
-    "marked in a macro": "{% macro turn(m) %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endmacro %}"
-    "{% for m in messages %}{{ turn(m) }}{% endfor %}" + PROMPT,
+    "marked": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    + PROMPT,
     "llama 3": "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}"
     "<|eot|>{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}",
     "zephyr": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
@@ -140,7 +128,7 @@ def test_templates_with_and_without_markers_agree_and_the_library_agrees_where_i
     mask = encode_conversation(TALK, using(TEMPLATES["marked"]), "x")[1]
     library = using(TEMPLATES["marked"]).apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     assert mask == library["assistant_masks"] and sum(mask) > 0
-    for name in ("chatml", "marked, end outside", "marked, newline inside", "marked in a macro", "trimming"):
+    for name in ("chatml", "trimming"):
         assert encode_conversation(TALK, using(TEMPLATES[name]), "x")[1] == mask, name
 
 
@@ -173,7 +161,7 @@ def test_random_conversations_never_train_on_a_prompt_and_always_on_the_answer(n
 
 def test_whitespace_that_the_assistant_wrote_counts_and_the_templates_own_does_not():
     for kind in ("byte level", "gpt-2"):
-        for name in ("chatml", "marked", "marked, end outside"):
+        for name in ("chatml", "marked"):
             tokenizer = using(TEMPLATES[name], kind)
             talk = [user("say"), assistant(" hello world\n"), user("say"), assistant("world\n\n")]
             texts = learned(*encode_conversation(talk, tokenizer, "x"), tokenizer)
@@ -286,7 +274,7 @@ def test_an_answer_to_nothing_is_left_out_with_and_without_markers():
 
 def test_an_empty_answer_is_its_end_of_turn_and_without_one_an_empty_mask():
     talk = [user("say"), assistant("")]
-    for name in ("chatml", "marked", "marked, end outside", "marked, newline inside"):
+    for name in ("chatml", "marked"):
         tokenizer = using(TEMPLATES[name])
         assert learned(*encode_conversation(talk, tokenizer, "x"), tokenizer) == ["<|im_end|>"]
     tokenizer = using(QWEN3)  # whose empty thinking is the prompt's

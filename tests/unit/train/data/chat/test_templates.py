@@ -273,12 +273,6 @@ def test_special_tokens_that_enclose_a_call_do_not_end_its_turn(end, tmp_path):
     assert given(tmp_path, {"messages": TALKS["call"]}, template)[1] == [call]
     talk = [user("Rain?"), CALLED, RESULT, assistant("No.")]
     assert given(tmp_path, {"messages": talk}, template)[1] == [call, f"No.{CLOSE}"]
-    marked = template.replace("{{ m.content }}{%", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{%")
-    marked = marked.replace(
-        "{% endfor %}{{ '", "{% endfor %}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '", 1
-    )
-    ends = TOKENIZER.convert_tokens_to_ids([end])
-    assert given(tmp_path, {"messages": talk}, marked, ends) == given(tmp_path, {"messages": talk}, template)
 
 
 HEADED = (
@@ -297,13 +291,6 @@ def test_what_the_generation_prompt_writes_is_not_learned_where_markers_enclose_
     assert learned(masked.ids, masked.mask, TOKENIZER) == [f"b{CLOSE}", f"d{CLOSE}"]
     before = as_library(HEADED, talk[:3], add_generation_prompt=True, **told)
     assert not any(masked.mask[len(as_library(HEADED, talk[:3], **told)) : len(before)])
-
-
-def test_markers_do_not_make_a_turn_that_departs_from_the_generation_prompt_one_to_learn_from():
-    template = HEADED.replace("{{ empty }}{{ m.content }}", "{{ empty if loop.last else '' }}{{ m.content }}")
-    talk = [user("a"), assistant("b"), user("c"), assistant("d")]
-    masked = mask_conversation(talk, using(template), "x", variables={"thinking": False})
-    assert masked.left_out == {1: masks.LATER} and learned(masked.ids, masked.mask, TOKENIZER) == [f"d{CLOSE}"]
 
 
 def test_a_variable_must_be_one_that_the_template_reads_not_a_part_of_its_text(tmp_path):
