@@ -3,8 +3,8 @@
 import errno
 import itertools
 import json
-import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,14 +109,14 @@ def save(directory: Path, content: dict[str, torch.Tensor]) -> None:
         save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-CASES = [
-    (format, layers, shared, bias, narrow)
-    for format, layers, shared, bias, narrow in itertools.product(READ, (1, 2), (False, True), (False, True), (0, 1))
-    if not narrow or format in ("own", "vllm")
+ROUND_TRIPS = [
+    case
+    for case in itertools.product(READ, (1, 2), (False, True), (False, True), (False, True))
+    if not case[-1] or case[0] in ("own", "vllm")
 ]
 
 
-@pytest.mark.parametrize(("format", "layers", "shared", "bias", "narrow"), CASES)
+@pytest.mark.parametrize(("format", "layers", "shared", "bias", "narrow"), ROUND_TRIPS)
 def test_there_and_back(tmp_path, format, layers, shared, bias, narrow):
     heads = made(layers, shared, bias, MAP if narrow else None)
     there = export(heads, tmp_path / "there", format)
@@ -129,7 +129,6 @@ def test_there_and_back(tmp_path, format, layers, shared, bias, narrow):
     assert read.config.base_model_name_or_path == "org/target" and not read.training
     back = import_heads(export(read, tmp_path / "back", "own"), "own")
     same(back, heads)
-    same(MedusaHeads.from_pretrained(tmp_path / "back"), heads)
     for name in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "truncated_vocab_size"):
         assert getattr(back.config, name) == getattr(heads.config, name)
     if format in ("own", "vllm"):
@@ -140,30 +139,32 @@ def test_there_and_back(tmp_path, format, layers, shared, bias, narrow):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_lower_precision_is_the_rounded_weights(tmp_path, format, dtype):
-    heads = made(logit_scale=0.25)
+    heads, kind = made(logit_scale=0.25), getattr(torch, dtype)
     there = export(heads, tmp_path / "there", format, dtype=dtype)
     read = import_heads(there)
-    kind = getattr(torch, dtype)
     assert read.dtype == kind and heads.dtype == torch.float32
     assert {tensor.dtype for tensor in tensors(there).values()} == {kind}
     config = json.loads((there / "config.json").read_text())
     assert config["dtype" if format == "own" else "torch_dtype"] == dtype
     same(read.float(), heads.to(kind).float())
-    with pytest.raises(InputError, match=r"^dtype: expected one of .*, found 'int8'"):
-        ALL.write(heads, tmp_path / "other", format, dtype="int8")
 
 
 def test_our_own_format_holds_what_no_other_does(tmp_path):
     heads = made(2, bias=True, hydra=True, final_logit_softcapping=5.0, logit_scale=0.5, medusa_choices=CHOICES)
-    back = import_heads(export(heads, tmp_path / "own", "own"))
+    assert ALL.write(heads, tmp_path / "own", "own") == []
+    back = import_heads(tmp_path / "own")
     same(back, heads)
     assert back.config.medusa_choices == CHOICES
     biased = noisy(MedusaHeads(type(heads.config)(hidden_size=H, vocab_size=V, num_heads=K, lm_head_bias=True)))
     same(import_heads(export(biased, tmp_path / "biased", "own")), biased)
+    foreign = export(made(medusa_choices=CHOICES), tmp_path / "f", "fasterdecoding")
+    assert import_heads(foreign).config.medusa_choices == CHOICES
 
 
 def test_the_config_of_vllm(tmp_path):
-    there = export(made(2, True, True, MAP, logit_scale=0.5), tmp_path / "v", "vllm", dtype="bfloat16")
+    heads = made(2, True, True, MAP, logit_scale=0.5)
+    (note,) = ALL.write(heads, there := tmp_path / "v", "vllm", dtype="bfloat16")
+    assert f"heads of {len(MAP)} tokens are written with all {V}" in note and "save no memory" in note
     assert json.loads((there / "config.json").read_text()) == {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -179,28 +180,22 @@ def test_the_config_of_vllm(tmp_path):
         "torch_dtype": "bfloat16",
     }
     blocks = {f"blocks.{h}.layers.{i}.{p}" for h in range(K) for i in range(2) for p in ("weight", "bias")}
-    assert set(tensors(there)) == blocks | {"lm_head.weight"}
+    assert set(tensors(there)) == blocks | {"lm_head.weight"} and heads.config.truncated_vocab_size == len(MAP)
     head = tensors(there)["lm_head.weight"]
     others = [token for token in range(V) if token not in MAP]
     assert head.shape == (V, H) and head[others].unique(dim=0).shape == (1, H)
     torch.testing.assert_close(head[others[0]].float(), head[MAP].float().mean(0), rtol=0.01, atol=0.001)
+    ALL.write(made(token_map=MAP[:2], shared=True), tmp_path / "least", "vllm", dtype="float16")
 
 
-def test_a_cut_vocabulary_is_told_of_and_two_tokens_are_the_least(tmp_path):
-    heads = made(token_map=MAP)
-    (note,) = ALL.write(heads, tmp_path / "v", "vllm")
-    assert f"heads of {len(MAP)} tokens are written with all {V}" in note and "save no memory" in note
-    assert heads.config.truncated_vocab_size == len(MAP)
-    for dtype in ("bfloat16", "float16"):
-        ALL.write(made(token_map=MAP[:2], shared=True), tmp_path / dtype, "vllm", dtype=dtype)
-
-
-def test_trees_are_kept_or_told_of(tmp_path):
-    heads = made(medusa_choices=CHOICES)
-    assert import_heads(export(heads, tmp_path / "f", "fasterdecoding")).config.medusa_choices == CHOICES
-    assert ALL.write(heads, tmp_path / "o", "own") == []
-    assert "the tree of 4 tokens is not written" in ALL.write(heads, tmp_path / "v", "vllm")[0]
-    assert import_heads(tmp_path / "v").config.medusa_choices is None
+def test_what_vllm_lacks_is_left_out_told_and_keeps_the_order_of_logits(tmp_path):
+    heads = made(final_logit_softcapping=30.0, logit_scale=0.5, medusa_choices=CHOICES)
+    notes = ALL.write(heads, tmp_path / "x", "vllm")
+    read = import_heads(tmp_path / "x")
+    assert torch.equal(logits(read).argsort(-1), logits(heads).argsort(-1))
+    assert read.config.medusa_choices is None and read.config.logit_scale == 0.5
+    assert any(note.startswith("final_logit_softcapping is left out") for note in notes)
+    assert any("the tree of 4 tokens is not written" in note for note in notes)
 
 
 # --- hand-made directories, each as its documentation has it ---
@@ -314,38 +309,32 @@ def test_reads_weights_in_several_files(tmp_path):
 # --- damage ---
 
 
+def refused(there: Path, message: str, *arguments, **options) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        import_heads(there, *arguments, **options)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("format", READ)
-def test_missing_unexpected_and_misshapen_tensors(tmp_path, format):
-    there = export(made(2 if format == "vllm" else 1, bias=True), tmp_path / "x", format)
+def test_missing_unexpected_misshapen_tensors_and_cut_files(tmp_path, format):
+    there = export(made(bias=True), tmp_path / "x", format)
     whole = tensors(there)
-    for name in whole:
-        if name in ("0.0.linear.weight", "0.1.weight"):
-            continue  # what shapes are read from: the next test
+    # The shapes of FasterDecoding's heads are read from its first tensors.
+    for name in whole if format == "fasterdecoding" else list(whole)[:2]:
         save(there, {k: v for k, v in whole.items() if k != name})
-        with pytest.raises(InputError, match=rf"^{there}: expected .* found .*{name}") as error:
-            import_heads(there)
-        assert "\n" not in str(error.value)
+        refused(there, rf"^{there}: expected .* found .*{name}")
     odd = {"own": "lm_head", "vllm": "lm_head", "fasterdecoding": "3.1"}[format]
     save(there, whole | {f"{odd}.weight": torch.zeros(V, H)})
-    with pytest.raises(InputError, match=rf"found 1 not expected: {odd}\.weight"):
-        import_heads(there)
+    refused(there, rf"found 1 not expected: {odd}\.weight")
     name = next(name for name in whole if ".1." in name and name.endswith("weight"))
     save(there, whole | {name: whole[name][:-1].contiguous()})
-    with pytest.raises(InputError, match=rf"{name}|shape"):
-        import_heads(there)
+    refused(there, rf"{name}|shape")
     save(there, whole | {name: whole[name].to(torch.int8)})
-    with pytest.raises(InputError, match=rf"expected {name} in a floating-point type, found int8"):
-        import_heads(there)
-
-
-@pytest.mark.parametrize("name", ["0.0.linear.weight", "0.1.weight", "1.1.weight"])
-def test_tensors_that_shapes_are_read_from(tmp_path, name):
-    there = export(made(), tmp_path / "x", "fasterdecoding")
-    whole = tensors(there)
-    for content in ({k: v for k, v in whole.items() if k != name}, whole | {name: torch.zeros(3)}):
-        save(there, content)
-        with pytest.raises(InputError, match=rf"expected .*{name}|found .*{name}"):
-            import_heads(there)
+    refused(there, rf"expected {name} in a floating-point type, found int8")
+    (weights,) = (path for path in there.iterdir() if path.name != "config.json")
+    for share in (0.99, 0):
+        weights.write_bytes(weights.read_bytes()[: int(share * weights.stat().st_size)])
+        refused(there, str(there))
 
 
 class Code:
@@ -358,29 +347,11 @@ class Code:
 
 def test_pickled_code_is_not_run(tmp_path):
     there = export(made(), tmp_path / "x", "fasterdecoding")
-    content = tensors(there) | {"code": Code(tmp_path / "ran")}
-    with (there / "medusa_lm_head.pt").open("wb") as file:
-        pickle.dump(content, file)
-    with pytest.raises(InputError, match=r"medusa_lm_head\.pt: expected"):
-        import_heads(there)
-    torch.save(content, there / "medusa_lm_head.pt")
-    with pytest.raises(InputError, match=r"expected pickled tensors alone") as error:
-        import_heads(there)
-    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
+    torch.save(tensors(there) | {"code": Code(tmp_path / "ran")}, there / "medusa_lm_head.pt")
+    refused(there, "expected pickled tensors alone")
+    assert not (tmp_path / "ran").exists()
     torch.save([1, 2], there / "medusa_lm_head.pt")
-    with pytest.raises(InputError, match="expected a state dict, found list"):
-        import_heads(there)
-
-
-@pytest.mark.parametrize("format", READ)
-@pytest.mark.parametrize("share", [0, 0.5, 0.99])
-def test_cut_files(tmp_path, format, share):
-    there = export(made(), tmp_path / "x", format)
-    (weights,) = (path for path in there.iterdir() if path.name != "config.json")
-    weights.write_bytes(weights.read_bytes()[: int(share * weights.stat().st_size)])
-    with pytest.raises(InputError) as error:
-        import_heads(there)
-    assert "\n" not in str(error.value) and str(there) in str(error.value)
+    refused(there, "expected a state dict, found list")
 
 
 @pytest.mark.parametrize(
@@ -388,30 +359,23 @@ def test_cut_files(tmp_path, format, share):
     [
         ("own", {"num_heads": 4}, "found 3 missing: blocks.3"),
         ("own", {"dtype": "float99"}, "config.json: "),
-        ("own", {"final_logit_softcapping": "x"}, "expected final_logit_softcapping as float, found 'x'"),
+        ("own", {"final_logit_softcapping": "x"}, "final_logit_softcapping as float, found 'x'"),
         ("own", {"hydra": 1}, "expected hydra as bool, found 1"),
         ("own", {"num_heads": "3"}, "num_heads: expected at least 1, found '3'"),
         ("vllm", {"hidden_size": None}, "expected hidden_size, found none"),
         ("vllm", {"num_heads": "3"}, "expected num_heads as int, found '3'"),
-        ("vllm", {"num_heads": 0}, "num_heads: expected at least 1, found 0"),
         ("vllm", {"num_attention_heads": 4}, "expected one num_heads, found num_heads 3, num_attention_heads 4"),
         ("vllm", {"medusa_fc_bias": False}, "expected medusa_fc_bias true with biases"),
-        ("vllm", {"medusa_fc_bias": 1}, "expected medusa_fc_bias as bool, found 1"),
-        ("vllm", {"logit_scale": "x"}, "expected logit_scale as float"),
         ("vllm", {"truncated_vocab_size": V + 1}, "truncated_vocab_size: expected at most"),
         ("vllm", {"truncated_vocab_size": 7}, "found 1 missing: token_map"),
-        ("fasterdecoding", {"medusa_num_layers": None}, "expected medusa_num_layers, found none"),
         ("fasterdecoding", {"medusa_num_layers": 0}, "num_hidden_layers: expected at least 1, found 0"),
-        ("fasterdecoding", {"medusa_choices": [1]}, "config.json: "),
         ("fasterdecoding", {"medusa_choices": [[0], [0, 0, 0]]}, "config.json: "),
     ],
-)  # fmt: skip
+)
 def test_configs_that_cannot_be(tmp_path, format, changes, message, target):
     there = export(made(bias=True), tmp_path / "x", format)
     edit_config(there, **changes)
-    with pytest.raises(InputError) as error:
-        import_heads(there, target=target)
-    assert message in str(error.value) and "\n" not in str(error.value) and str(there) in str(error.value)
+    refused(there, rf"{there}.*{message}", target=target)
 
 
 def test_a_token_map_that_names_no_token(tmp_path):
@@ -419,47 +383,33 @@ def test_a_token_map_that_names_no_token(tmp_path):
     edit_config(there, truncated_vocab_size=len(MAP))  # as vLLM's model describes it, though 0.32 loads none
     wide = {name: tensor for name, tensor in tensors(there).items() if name.startswith("lm_heads")}
     whole = tensors(there) | {name: tensor[MAP].clone() for name, tensor in wide.items()}
-    for odd in (MAP + 10, MAP - 1, torch.zeros(7, dtype=torch.int64)):
-        for content in (whole, whole | wide):
-            save(there, content | {"token_map": odd})
-            with pytest.raises(InputError, match=r"token_map|lm_heads\.0\.weight of shape"):
-                import_heads(there)
-    save(there, whole | {"token_map": MAP.float()})
-    with pytest.raises(InputError, match="expected token_map in integers, found float32"):
-        import_heads(there)
+    for odd, message in (
+        (MAP + 10, "token_map"),
+        (MAP - 1, "token_map"),
+        (torch.zeros(7, dtype=torch.int64), "token_map"),
+        (MAP.float(), "expected token_map in integers, found float32"),
+    ):
+        save(there, whole | {"token_map": odd})
+        refused(there, message)
 
 
 def test_unknown_and_ambiguous_directories(tmp_path):
-    def refused(message: str, format: str | None = None, there: Path = tmp_path / "x") -> None:
-        with pytest.raises(InputError, match=message):
-            import_heads(there, format)
-
     there = export(made(), tmp_path / "x", "fasterdecoding")
     save_file({"0.0.linear.weight": torch.zeros(H, H)}, there / "medusa_lm_head.safetensors")
-    refused("found both, which can differ: remove one")
+    refused(there, "found both, which can differ: remove one")
     (there / "medusa_lm_head.safetensors").unlink()
     edit_config(there, model_type="medusa")
-    refused("found marks of vllm and fasterdecoding; name the format")
+    refused(there, "found marks of vllm and fasterdecoding; name the format")
     import_heads(there, "fasterdecoding")
     (there / "medusa_lm_head.pt").unlink()
     edit_config(there, model_type=None)
-    refused("expected Medusa heads in one of own, .*, found no mark of any")
-    refused(r"expected medusa_lm_head\.pt or medusa_lm_head\.safetensors, found neither", "fasterdecoding")
-    refused("^format: expected one of own, .*, found 'sglang'", "sglang")
-    for content, message in (("{", "expected JSON"), ("[]", r"expected an object, found \[\]")):
-        (there / "config.json").write_text(content)
-        refused(message)
+    refused(there, "expected Medusa heads in one of own, .*, found no mark of any")
+    refused(there, r"expected medusa_lm_head\.pt or medusa_lm_head\.safetensors, found neither", "fasterdecoding")
+    refused(there, "^format: expected one of own, .*, found 'sglang'", "sglang")
     (there / "config.json").unlink()
-    for format in (None, *READ):
-        refused(r"expected Medusa heads with config\.json", format)
-        refused("expected a directory of Medusa heads, found none", format, tmp_path / "nowhere")
-
-
-def test_heads_must_fit_a_target_that_is_given(tmp_path, target):
-    there = export(made(), tmp_path / "x", "vllm")
-    import_heads(there, target=target)
-    with pytest.raises(InputError, match="target's hidden_size 64, found 32"):
-        import_heads(there, target=tiny_llama(hidden=64))
+    refused(there, r"expected Medusa heads with config\.json")
+    refused(tmp_path / "nowhere", "expected a directory of Medusa heads, found none")
+    refused(export(made(), tmp_path / "v", "vllm"), "hidden_size 64, found 32", target=tiny_llama(hidden=64))
 
 
 # --- what a format cannot say ---
@@ -481,47 +431,27 @@ def test_refusals_name_a_way_out_and_write_nothing(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_vllm_lacks_is_left_out_and_keeps_the_order_of_logits(tmp_path):
-    heads = made(final_logit_softcapping=30.0, logit_scale=0.5)
-    (note,) = ALL.write(heads, tmp_path / "x", "vllm")
-    read = import_heads(tmp_path / "x")
-    assert torch.equal(logits(read).argsort(-1), logits(heads).argsort(-1))
-    assert heads.config.final_logit_softcapping == 30.0 and read.config.logit_scale == 0.5
-    assert note.startswith("final_logit_softcapping is left out")
-
-
-def test_weights_that_are_no_numbers(tmp_path):
+def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     heads = made()
     heads.blocks[1].layers[0].weight.data[0, 0] = 1e6
-    ALL.write(heads, tmp_path / "x", "vllm", dtype="bfloat16")
     with pytest.raises(InputError, match=r"finite in float16, found others in blocks\.1\.layers\.0\.weight"):
         ALL.write(heads, tmp_path / "y", "vllm", dtype="float16")
-    heads.lm_heads[2].weight.data[0, 0] = float("nan")
-    with pytest.raises(InputError, match=r"finite in float32, found others in lm_heads\.2\.weight"):
-        ALL.write(heads, tmp_path / "y", "own")
+    with pytest.raises(InputError, match=r"^dtype: expected one of .*, found 'int8'"):
+        ALL.write(heads, tmp_path / "y", "own", dtype="int8")
+    monkeypatch.setattr("draftsmith.medusa.formats.save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(InputError, match=r"^output: expected to write in .*No space left"):
+        ALL.write(heads, tmp_path / "x", "vllm")
+    assert not list(tmp_path.iterdir())
 
 
 def test_outputs_that_hold_something_stay_as_they_are(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "mine").write_text("kept")
-    (tmp_path / "file").write_text("kept")
-    for name in ("x", "file"):
+    for name in ("x", "x/mine"):
         with pytest.raises(InputError, match=r"^output: expected a new or empty directory"):
             ALL.write(made(), tmp_path / name, "own")
-    assert (tmp_path / "x" / "mine").read_text() == (tmp_path / "file").read_text() == "kept"
-    with pytest.raises(InputError, match=r"^output: expected a directory to write in at"):
-        ALL.write(made(), tmp_path / "file" / "y", "own")
+    assert (tmp_path / "x" / "mine").read_text() == "kept"
     (tmp_path / "empty").mkdir()
     ALL.write(made(), tmp_path / "empty", "own", readme="# Card")
     assert (tmp_path / "empty" / "README.md").read_text() == "# Card"
     ALL.write(made(), tmp_path / "a" / "b" / "c", "own")
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left")
-
-    monkeypatch.setattr("draftsmith.medusa.formats.save_file", full)
-    with pytest.raises(InputError, match=r"^output: expected to write in .*No space left"):
-        ALL.write(made(), tmp_path / "x", "vllm")
-    assert not list(tmp_path.iterdir())
