@@ -21,8 +21,8 @@ from draftsmith.train.kinds.export import check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
 
-PROMPT_TOKENS = 128
-"""The most tokens of a prompt for `--verify`; earlier ones are cut."""
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
+"""What `--verify` decodes: prompts from the standard library, their most tokens, and those written after each."""
 
 
 def check(config: ExportConfig) -> None:
@@ -63,9 +63,7 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
     """Decode with the export in a real engine; return the comparisons, a line each, or raise EngineFailure."""
     target, code = str(config.target), config.trust_remote_code
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=code)
-    prompts = encoded_prompts(config.prompts, tokenizer, config.limit, PROMPT_TOKENS)
-    if not prompts:
-        raise InputError(f"prompts: expected at least one in {config.prompts}, found none")
+    prompts = encoded_prompts(None, tokenizer, PROMPTS, PROMPT_TOKENS)
     kind, path = drafter_of(config)
     served, drafter = kind.served(config, path)
 
@@ -75,11 +73,10 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
 
     model_config = load_config(target, field="target", trust_remote_code=code)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and (needed := room(served, prompts, config.max_new_tokens)) > positions:
-        text = f"prompts of at most {PROMPT_TOKENS} tokens, their texts and two rounds' drafts"
-        raise InputError(f"max_new_tokens: expected {text} within the target's {positions} positions, found {needed}")
+    if positions is not None and (needed := room(served, prompts, NEW_TOKENS)) > positions:
+        raise InputError(f"verify: expected a target with {needed} positions, for prompts and texts, found {positions}")
     overrides = kind.overrides(model_config)
-    return verify(python, target, served, prompts, load, config.max_new_tokens, code, overrides)
+    return verify(python, target, served, prompts, load, NEW_TOKENS, code, overrides)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,10 +43,10 @@ def test_a_block_drafter_is_verified_by_the_command(cut, tmp_path, capsys, monke
         "--output",
         tmp_path / "o",
     ]
-    code = cli.main([*map(str, argv), "--verify", "vllm", "--limit", "4", "--max_new_tokens", "32"])
+    code = cli.main([*map(str, argv), "--verify", "vllm"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
-    assert "# vLLM with the drafter: 4 of 4 texts are its text without\n# the drafter, γ = 3: " in out
+    assert "# vLLM with the drafter: 8 of 8 texts are its text without\n# the drafter, γ = 3: " in out
     (line,) = (line for line in out.splitlines() if line.startswith("# the drafter, γ = 3: "))
     assert line.endswith("as replay says that vLLM counts")
     first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]

@@ -104,10 +104,10 @@ def test_heads_are_verified_by_the_command(heads, tmp_path, capsys, monkeypatch)
         "--output",
         tmp_path / "out",
     ]
-    code = cli.main([*map(str, argv), "--verify", "vllm", "--limit", "4", "--max_new_tokens", str(TOKENS)])
+    code = cli.main([*map(str, argv), "--verify", "vllm"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
-    assert "# vLLM with the heads: 4 of 4 texts are its text without\n# the heads, γ = 4: " in out
+    assert "# vLLM with the heads: 8 of 8 texts are its text without\n# the heads, γ = 4: " in out
     (line,) = (line for line in out.splitlines() if line.startswith("# the heads, γ = 4: "))
     assert line.endswith("as replay says that vLLM counts")
     first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]

@@ -109,12 +109,12 @@ def test_what_the_loader_of_vllm_refuses(answers, name):
 def test_a_draft_is_verified_by_the_command(capsys, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
     argv = ["export", "--draft", str(DRAFT), "--target", str(TARGET), "--format", "vllm", "--draft_length", "4"]
-    code = cli.main([*argv, "--verify", "vllm", "--limit", "4", "--max_new_tokens", "32"])
+    code = cli.main([*argv, "--verify", "vllm"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     for method in ("greedy", "probabilistic"):
         assert (
-            f"# vLLM with the draft, {method}: 4 of 4 texts are its text without\n# the draft, {method}, γ = 4: " in out
+            f"# vLLM with the draft, {method}: 8 of 8 texts are its text without\n# the draft, {method}, γ = 4: " in out
         )
     assert out.count("as replay says that vLLM counts") == 2
 
@@ -126,7 +126,7 @@ def test_a_draft_that_drafts_in_one_forward_is_verified_by_the_command(target, p
     save_model(draft, load_tokenizer(DRAFT), tmp_path / "parallel")
     monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
     argv = ["export", "--draft", str(tmp_path / "parallel"), "--target", str(TARGET), "--format", "vllm"]
-    code = cli.main([*argv, "--verify", "vllm", "--limit", "4", "--max_new_tokens", str(TOKENS)])
+    code = cli.main([*argv, "--verify", "vllm"])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     for method in ("greedy", "probabilistic"):

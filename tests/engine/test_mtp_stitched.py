@@ -61,11 +61,11 @@ def test_a_stitched_target_counts_what_replay_says(trained, tmp_path, capsys, mo
     monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
     capsys.readouterr()
     flags = ["--drafter", f"mtp:{trained / 'mtp'}", "--target", trained / "target", "--format", "target"]
-    flags += ["--draft_length", "3", "--verify", "vllm", "--limit", "6", "--max_new_tokens", "32"]
+    flags += ["--draft_length", "3", "--verify", "vllm"]
     code = cli.main(["export", *map(str, flags), "--output", str(tmp_path / "out")])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
-    assert "# vLLM with the MTP layers: 6 of 6 texts are its text without" in out
+    assert "# vLLM with the MTP layers: 8 of 8 texts are its text without" in out
     (line,) = (line for line in out.splitlines() if line.startswith("# the MTP layers, γ = 3: "))
     assert line.endswith("as replay says that vLLM counts")
     accepted = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]

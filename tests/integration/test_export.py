@@ -14,7 +14,6 @@ from transformers import Gemma3Config, LlamaConfig
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
-from draftsmith.scripts.engines import export
 from draftsmith.scripts.engines.draft_lengths import NUM, SCHEMA
 from draftsmith.train.kinds.export import vllm_command, vocabulary_override
 from draftsmith.train.models import load_model
@@ -109,23 +108,6 @@ def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
     assert speculative(lines[-1])[1]["num_speculative_tokens"] == 2
 
 
-def test_heads_that_go_through_the_targets_own(heads_dir, pair_dirs, tmp_path, capsys):
-    heads = import_heads(heads_dir)
-    legacy = tmp_path / "legacy"
-    legacy.mkdir()
-    (legacy / "config.json").write_text(json.dumps({"medusa_num_heads": K, "medusa_num_layers": 1}))
-    save_file(
-        {f"{h}.0.linear.{p}": t for h in range(K) for p, t in heads.blocks[h].layers[0].state_dict().items()},
-        legacy / "medusa_lm_head.safetensors",
-    )
-    _, err = ran(capsys, "--import_from", legacy, "--output", tmp_path / "own", code=2)
-    assert err.startswith("error: target: expected it for heads without language-model heads")
-    ran(capsys, "--import_from", legacy, "--output", tmp_path / "own", "--target", pair_dirs[0])
-    read = MedusaHeads.from_pretrained(tmp_path / "own")
-    assert read.config.original_lm_head and read.config.base_model_name_or_path == str(pair_dirs[0])
-    assert torch.equal(read.lm_head.weight, load_model(pair_dirs[0]).lm_head.weight)
-
-
 def test_a_draft_for_vllm_and_sglang(pair_dirs, tmp_path, capsys):
     target, draft = pair_dirs
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -198,18 +180,14 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
         (["--medusa", "H", "--format", "vllm"], "output: expected a directory to write in, found none"),
         (["--import_from", "H", "--draft_length", "2"], "draft_length: expected none with heads to import"),
         (["--medusa", "H", "--output", "O"], "format: expected one, found none"),
-        (["--medusa", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, found"),
-        (["--draft", "D", "--format", "own"], "format: expected one of vllm, sglang, found 'own'"),
         (["--draft", "D", "--format", "vllm", "--dtype", "float16"], "dtype: expected none with a draft model"),
         (["--draft", "D", "--format", "vllm", "--draft_length", "0"], "draft_length: expected at least 1 and at"),
         (["--medusa", "H", "--output", "O", "--format", "own", "--draft_length", "2"],
          "draft_length: expected it with vllm, found it with own"),
         (["--medusa", "H", "--output", "O", "--format", "vllm", "--dtype", "int4"], "dtype: expected one of float32"),
-        (["--medusa", "a/x", "--output", "O", "--format", "vllm"], "a/x: expected a directory of Medusa heads"),
         (["--heads", "x", "--output", "O", "--format", "vllm"], "drafter: expected a directory, a hub id or one of"),
         (["--drafter", "lookahead", "--format", "own"], "can be exported, found look-ahead: it has no files"),
         (["--drafter", "run_ahead:D", "--format", "vllm"], "found draft that runs ahead: no other tool reads"),
-        (["--no_such", "1"], "no_such"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_one_line_and_2(capsys, flags, message, tmp_path, monkeypatch):
@@ -217,15 +195,6 @@ def test_bad_flags_are_one_line_and_2(capsys, flags, message, tmp_path, monkeypa
     _, err = ran(capsys, *flags, code=2)
     assert err.startswith("error: ") and message in err
     assert not list(tmp_path.iterdir())
-
-
-def test_what_the_target_has_no_positions_for_is_seen_before_the_engine(pair_dirs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "engine_python", lambda _: Path("python"))
-    monkeypatch.setattr(export, "verify", lambda *_, **__: pytest.fail("the engine was started"))
-    target, draft = pair_dirs
-    flags = ["--draft", draft, "--target", target, "--format", "vllm", "--verify", "vllm", "--limit", "1"]
-    _, err = ran(capsys, *flags, "--max_new_tokens", str(2**20), code=2)
-    assert err.startswith("error: max_new_tokens: expected prompts of at most 128 tokens, their texts and two rounds'")
 
 
 def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys):
@@ -242,7 +211,6 @@ def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys
     _, err = ran(capsys, "--medusa", pair_dirs[0], *flags[2:], code=2)
     assert err.startswith(f"error: {pair_dirs[0]}")
     assert not (tmp_path / "out").exists()
-    assert "export" in cli.COMMANDS
 
 
 def test_a_draft_that_drafts_in_one_forward_is_served_so(pair_dirs, tmp_path, capsys):

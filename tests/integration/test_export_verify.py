@@ -82,12 +82,14 @@ def engine(monkeypatch) -> Engine:
     fake = Engine()
     monkeypatch.setattr(verification, "run_jobs", fake)
     monkeypatch.setattr(export, "engine_python", lambda given: Path("python"))
+    monkeypatch.setattr(export, "PROMPTS", 3)
+    monkeypatch.setattr(export, "NEW_TOKENS", TOKENS)
     return fake
 
 
 @pytest.fixture
 def flags(pair_dirs) -> list[str]:
-    return ["--target", str(pair_dirs[0]), "--verify", "vllm", "--limit", "3", "--max_new_tokens", str(TOKENS)]
+    return ["--target", str(pair_dirs[0]), "--verify", "vllm"]
 
 
 def ran(capsys, *argv: object) -> tuple[int, list[str], str]:
@@ -178,16 +180,18 @@ def test_what_fails_is_one_line_and_1_and_the_export_stays(heads, engine, flags,
         (["--medusa", "H", "--output", "O", "--format", "own", "--target", "T"], "it with vllm, found it with own"),
         (["--import_from", "H", "--output", "O", "--target", "T"], "verify: expected none with heads to import"),
         (["--draft", "D", "--format", "vllm"], "target: expected one to verify with, found none"),
-        (["--draft", "D", "--format", "vllm", "--target", "T", "--limit", "0"], "limit: expected at least 1"),
         (["--draft", "D", "--format", "vllm", "--target", "T", "--engine", "no/python"], "engine: expected a Python"),
+        (["--draft", "D", "--format", "vllm", "--target", "T", "--verify", "sglang"], "verify: expected one of vllm"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_verified_is_said_before_the_work(capsys, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
-    code, lines, err = ran(capsys, *argv, "--verify", "vllm")
+    code, lines, err = ran(capsys, "--verify", "vllm", *argv)
     assert code == 2 and message in err and not lines and not list(tmp_path.iterdir())
 
 
-def test_an_unknown_engine_is_refused(capsys):
-    code, _, err = ran(capsys, "--draft", "D", "--format", "vllm", "--target", "T", "--verify", "sglang")
-    assert code == 2 and "verify: expected one of vllm" in err
+def test_a_target_with_few_positions_is_seen_before_the_engine(pair_dirs, engine, flags, capsys):
+    config = pair_dirs[0] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 32}))
+    code, _, err = ran(capsys, "--draft", pair_dirs[1], "--format", "vllm", *flags)
+    assert code == 2 and err.startswith("error: verify: expected a target with ") and not engine.jobs

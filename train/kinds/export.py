@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from draftsmith.decode.errors import InputError, at_least, one_of, require
+from draftsmith.decode.errors import InputError, one_of, require
 from draftsmith.train.files import atomic_path, require_writable
 from draftsmith.train.options import DRAFT_LENGTH, DTYPES
 
@@ -49,12 +49,6 @@ class ExportOptions:
     engine: str | None = None
     """The Python that has vLLM. If not given: the environment variable DRAFTSMITH_ENGINE, .venv-engine/bin/python in
     this folder, which `make engine` installs, or the current Python."""
-    prompts: str | None = None
-    """A file of prompts to verify with; modules of the standard library if not given."""
-    limit: int = 8
-    """Verify with the first N prompts."""
-    max_new_tokens: int = 64
-    """Tokens of each text that is compared."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 
@@ -65,7 +59,6 @@ class ExportOptions:
             found = f"format {self.format}" if self.draft_length is None else f"draft_length {self.draft_length}"
             raise InputError(f"draft_lengths: expected format vllm and no draft_length with it, found {found}")
         require(self, one_of(ENGINES), "verify")
-        require(self, at_least(1), "limit", "max_new_tokens")
 
 
 @dataclass(frozen=True)

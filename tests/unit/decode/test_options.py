@@ -164,29 +164,20 @@ class Record:
     share: Share = 0.0
 
 
-def test_what_is_as_it_should_be_is_taken():
-    text = '{"count": 3, "number": -1, "parts": [{"ids": [0, 1], "new": {}}], "seconds": 0.5, "share": 1, "other": NaN}'
-    assert parse(Record, text, "it") == Record(3, -1.0, (Part(ids=[0, 1]),), 0.5, 1.0)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "it: expected JSON, found: EOF while parsing"),
         ('{"count": ' + DEEP + "}", "it: expected JSON, found: nested too deeply"),
-        ('{"count": 1' + "0" * 5000 + "}", "it: expected JSON, found: number out of range"),
         ('{"count": 1' + "0" * 400 + "}", "it: count: expected at most 9.0072e+15, found 10000"),
         ('{"count": "\\ud800"}', "it: expected JSON, found: "),
         ("[]", "it: expected an object, found []"),
         ("{}", "it: count: expected a value, found none"),
         ('{"count": "3"}', "it: count: expected a whole number, found '3'"),
-        ('{"count": true}', "it: count: expected a whole number, found True"),
-        ('{"count": 3.0}', "it: count: expected a whole number, found 3.0"),
         ('{"count": NaN}', "it: count: expected a whole number, found nan"),
         ('{"count": -1}', "it: count: expected at least 0, found -1"),
         ('{"count": 1, "number": 1e999}', "it: number: expected a finite number, found inf"),
         ('{"count": 1, "number": "1"}', "it: number: expected a number, found '1'"),
-        ('{"count": 1, "seconds": -0.1}', "it: seconds: expected at least 0, found -0.1"),
         ('{"count": 1, "share": 1.25}', "it: share: expected at most 1, found 1.25"),
         ('{"count": 1, "parts": [{}, {"ids": [1, null]}]}', "it: parts[1].ids[1]: expected a whole number, found None"),
     ],

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import tiny_llama
 from families import tiny_model
-from scipy.stats import chisquare
 from transformers import LogitsProcessorList
 
 from draftsmith.decode.errors import InputError
@@ -15,10 +14,9 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer, NgramPool
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.proposers.unigram import BlindProposer
-from draftsmith.decode.sampling import Sampler, draw
+from draftsmith.decode.sampling import Sampler
 
 VOCAB = 20
-FALSE_ALARM = 1e-4
 
 
 def started(proposer, draft_length: int, do_sample: bool = False, rows: int = 1, seed: int = 0):
@@ -69,23 +67,6 @@ def test_blind_drafts_the_most_frequent_token_at_t0():
     assert draft(blind, [4, 7, 7, 4], 2).tokens.tolist() == [4, 4]
     assert draft(blind, [4], 0).tokens.tolist() == []
     assert draft(blind, [4], 1).probabilities is None
-
-
-def test_blind_says_what_it_drew_from():
-    text = [4, 4, 4, 4, 1, 1, 2, 4, 4, 1]
-    sampler = torch.zeros(VOCAB, dtype=torch.float64)
-    sampler[[1, 2, 4]] = torch.tensor([0.3, 0.1, 0.6], dtype=torch.float64)
-    blind, twin = started(BlindProposer(), 3, do_sample=True), torch.Generator().manual_seed(0)
-    drawn = torch.zeros(VOCAB)
-    for _ in range(1000):
-        proposal = draft(blind, text, 3)
-        assert torch.equal(proposal.tokens, torch.cat([draw(q, twin) for q in proposal.probabilities]))
-        drawn += torch.bincount(proposal.tokens, minlength=VOCAB)
-    assert proposal.probabilities.shape == (3, VOCAB)
-    assert torch.allclose(proposal.probabilities, sampler.expand(3, -1), atol=1e-15)
-    assert drawn[sampler == 0].sum() == 0
-    p = chisquare(drawn[sampler > 0].double(), sampler[sampler > 0] * 3000).pvalue
-    assert p > FALSE_ALARM, f"p = {p:.2g} (a right drafter falls below {FALSE_ALARM} once in 10000 seeds)"
 
 
 def test_blind_counts_each_row_by_itself_and_keeps_its_generator():
@@ -166,17 +147,6 @@ def test_lookahead_keeps_to_its_limits(ngram, draft_length):
         lookahead.commit([Outcome([], torch.rand(len(tree) + 1, 4, generator=generator))])
         text.append(int(torch.randint(0, 4, (1,), generator=generator)))
     assert len(sizes) > 1 or largest == 1 + 3
-
-
-def test_lookahead_rows_are_apart_and_selected():
-    lookahead = started(LookaheadProposer(), 3, rows=3)
-    texts = [torch.tensor(text) for text in ([1, 2, 3], [4, 5], [6, 7, 8, 9])]
-    drafts = lookahead.propose(texts, [3, 3, 3])
-    for proposal, text in zip(drafts, texts, strict=True):
-        assert set(proposal.tokens.tolist()) <= set(text.tolist())
-    rows = list(lookahead._rows)
-    lookahead.select([2, 0])
-    assert lookahead._rows == [rows[2], rows[0]] and lookahead._rows[0] is rows[2]
 
 
 def test_ngram_pool_forgets_the_oldest():

@@ -17,24 +17,6 @@ def on_chain(p, q, drafted, generator=None) -> tuple[int, torch.Tensor]:
     return len(path), following
 
 
-def one_hot(*tokens: int, size: int = 4) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(tokens), size).float()
-
-
-def test_a_token_that_the_target_rules_out_is_rejected_even_when_r_is_zero(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.zeros(*size, dtype=kwargs.get("dtype")))
-    p, q = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    assert on_chain(p, q, torch.tensor([0]))[0] == 0
-
-
-def test_residual_is_clamped_not_softmaxed_and_leaves_its_arguments():
-    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.2, 0.7, 0.1])
-    before = p.clone()
-    assert torch.allclose(residual(p, q, torch.tensor(1)), torch.tensor([0.3, 0.0, 0.0]))
-    assert torch.equal(residual(p, None, torch.tensor(0)), torch.tensor([0.0, 0.5, 0.0]))
-    assert torch.equal(p, before)
-
-
 def test_residual_without_mass_falls_back_to_p():
     p = torch.tensor([0.5, 0.5])
     assert torch.equal(residual(p, p.clone(), torch.tensor(0)), p)
@@ -45,34 +27,7 @@ def test_residual_without_mass_falls_back_to_p():
 # Trees
 
 
-SIBLINGS = Tree.from_choices([(0,), (1,)])
 TWO_DEEP = Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 1)])
-
-
-def with_random_numbers(monkeypatch, *r: float) -> None:
-    """Plant the r of every node; what is drawn after them is the middle of its law."""
-
-    def rand(size, dtype=None, **options):
-        return torch.tensor(r if size == len(r) else [0.5], dtype=dtype)
-
-    monkeypatch.setattr(torch, "rand", rand)
-
-
-def test_a_sibling_that_the_residual_rules_out_is_rejected_even_when_r_is_zero(monkeypatch):
-    """p(1) > 0, but of the residual of the first sibling's q nothing is left on it."""
-    with_random_numbers(monkeypatch, 0.9, 0.0)
-    p = torch.tensor([[0.1, 0.3, 0.6, 0.0]] * 3)
-    q = torch.tensor([[0.6, 0.4, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
-    path, token = accept_exact(p, q, torch.tensor([0, 1]), SIBLINGS)
-    assert (path, int(token)) == ([], 2)
-
-
-def test_a_sibling_that_was_never_drawn_is_never_accepted():
-    """q has one token for two siblings: its second row is zero, whatever token stands there."""
-    p, q = one_hot(2, 3, 3), torch.tensor([[0, 1.0, 0, 0], [0, 0, 0, 0]])
-    for seed in range(20):
-        path, token = accept_exact(p, q, torch.tensor([1, 2]), SIBLINGS, torch.Generator().manual_seed(seed))
-        assert (path, int(token)) == ([], 2)
 
 
 def test_a_tree_leaves_its_arguments_as_they_are():

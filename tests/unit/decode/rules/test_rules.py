@@ -223,18 +223,6 @@ def test_texts_have_the_targets_law(law_of, p, q, drafts):
         assert distance_to_the_target(law_of(Exact(), p, drafts(q, tree)), p, tree.depth) < ROUNDING
 
 
-def test_acceptance_of_a_chain_is_the_overlap(law_of):
-    """P(accepted) = Σ_v min(p, q) = 1 − TV(p, q), drawn; p(x) where the draft is deterministic."""
-    for p, q in LAWS.values():
-        for drafts, expected in [
-            (drawn(q, Tree.chain(1)), torch.minimum(p[()], q[()]).sum()),
-            (most_likely(q, Tree.chain(1)), p[()][q[()].argmax()]),
-        ]:
-            emitted = law_of(Exact(), p, drafts)
-            accepted = sum(mass for (tokens, _), mass in emitted.items() if len(tokens) == 2)
-            assert accepted == pytest.approx(float(expected), abs=ROUNDING)
-
-
 def random_siblings(seed: int, count: int = 200) -> Iterator[tuple[Tree, list[int], Tensor]]:
     """Trees with distinct siblings, tokens, and logits that often agree with them."""
     generator = torch.Generator().manual_seed(seed)
@@ -427,17 +415,6 @@ def test_at_temperature_0_a_departure_is_a_token_that_is_not_the_argmax(rule):
         assert verdict.departures == [(float(wrong), wrong) for wrong in expected]
         seen |= set(expected)
     assert seen == {False, True}
-
-
-@pytest.mark.parametrize("rule", [Threshold(), Typical(), Cascade()], ids=str)
-def test_at_temperature_0_near_ties_are_the_exact_rules(rule):
-    logits = torch.tensor([[1e-9, 2e-9, -1.0]] * 2)
-    empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
-    assert rule.verify(GREEDY, logits[:1], [], empty, None).token == Exact().verify(
-        GREEDY, logits[:1], [], empty, None
-    ).token == 1  # fmt: skip
-    verdict = verdict_of(rule, logits, [0], Tree.chain(1), [0.9])
-    assert verdict.path == [0] and verdict.departures[0] == (1.0, True)
 
 
 def test_levels_are_held_against_the_processed_law():

@@ -135,21 +135,14 @@ def test_norms_of_queries_and_keys_do_not_matter(target, texts):
 
 def test_guesses_that_no_head_corrects_begin_at_random(target, texts):
     config = BlockTrainingConfig("t", ["c"], training=TrainingArguments("unused", use_cpu=True))
+    corrected = drafter_of(target, texts, markov_rank=2)
     assert choose_init(config, drafter_of(target, texts), target)[0] == "random"
-    assert choose_init(config, drafter_of(target, texts, markov_rank=2), target)[0] == "look_back"
-    config.init = "look_back"
-    assert choose_init(config, drafter_of(target, texts), target)[0] == "look_back"
-
-
-def test_beside_a_target_on_several_devices_it_cannot(target, texts):
-    drafter = drafter_of(target, texts, markov_rank=2)
-    config = BlockTrainingConfig("t", ["c"], training=TrainingArguments("unused", use_cpu=True))
-    assert choose_init(config, drafter, target)[0] == "look_back"
+    assert choose_init(config, corrected, target)[0] == "look_back"
     config.target_sharded = True
-    assert choose_init(config, drafter, target)[0] == "last_layers"
+    assert choose_init(config, corrected, target)[0] == "last_layers"
     config.init = "look_back"
     with pytest.raises(InputError, match="with a target on several devices, found look_back"):
-        choose_init(config, drafter, target)
+        choose_init(config, corrected, target)
 
 
 def test_places_that_a_cache_has_nothing_of_are_left_out(target, texts):
