@@ -149,7 +149,6 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
     drafter, rows = measured.drafter(method.drafter), rows_of(groups)
     counts = sum((row.counts for row in rows), Counts())
     replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
-    alpha_replay = replay or measured.first_heads.get((temperature, drafter.name))
     decoded = frozenset(row.prompt for row in rows)
 
     def length(prompts: Set[int]) -> Estimate:
@@ -161,7 +160,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         temperature=temperature,
         batch_size=batch_size,
         counts=counts,
-        alpha=None if alpha_replay is None else alpha_replay.alpha,
+        alpha=None if replay is None else replay.alpha,
         draft_acceptance_rate=intervals.ratio(
             [row.counts.num_accepted_tokens for row in rows], [row.counts.num_draft_tokens for row in rows]
         ),

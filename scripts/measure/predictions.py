@@ -159,19 +159,12 @@ def costs_entry(measured: Measured) -> CostsEntry | None:
     if table is None:
         return None
     # A cost file may have more drafters.
-    drafters = [(drafter, table.drafters[drafter.name]) for drafter in measured.pair.drafters]
+    drafters = {drafter.name: table.drafters[drafter.name] for drafter in measured.pair.drafters}
     return CostsEntry(
         context=table.context,
         target_seconds=table.target_seconds,
-        draft_seconds={
-            drafter.name: {b: {k: c.start + k * c.step for k in lengths} for b, c in costs.items()}
-            for drafter, costs in drafters
-            for lengths in [drafter.draft_lengths if drafter.has_one_length else sorted({1, *drafter.draft_lengths})]
-        },
-        draft_seconds_per_token={d.name: {b: cost.step for b, cost in costs.items()} for d, costs in drafters},
-        overhead_seconds={d.name: {b: cost.overhead for b, cost in costs.items()} for d, costs in drafters},
-        plain_overhead_seconds=table.plain_overhead_seconds,
-        prefill_seconds=table.prefill_seconds,
+        draft_seconds_per_token={d: {b: cost.step for b, cost in costs.items()} for d, costs in drafters.items()},
+        overhead_seconds={d: {b: cost.overhead for b, cost in costs.items()} for d, costs in drafters.items()},
         tables=measured.tables,
     )
 

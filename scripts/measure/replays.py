@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.decode import Proposer, Replay, Tree
+from draftsmith.decode import Proposer, Replay
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
@@ -19,28 +19,17 @@ SHORTEST = 1024
 
 def replay_all(
     measured: Measured, temperature: float, draft_lengths: Sequence[int]
-) -> tuple[dict[tuple[str, Verifier], Replay], dict[str, Replay]]:
-    """Replay the drafters on the target's texts; under sampling draft models with both verifiers.
-
-    Return the replays by drafter and verifier, and by drafter the first token's replay of trees that cannot be
-    replayed.
-    """
+) -> dict[tuple[str, Verifier], Replay]:
+    """Replay the drafters on the target's texts; under sampling draft models with both verifiers."""
     pair, sampler = measured.pair, measured.sampler(temperature)
-    proposers: dict[tuple[str, Verifier | None], Proposer] = dict(replayed_proposers(pair, sampler).items())
-    for drafter in pair.drafters:
-        if isinstance(drafter.proposer, TreeProposer) and (drafter.name, PROBABILISTIC) not in proposers:
-            proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
+    proposers = replayed_proposers(pair, sampler)
     texts = measured.sequences(temperature), measured.prompt_lengths
     most = measured.config.max_new_tokens
     stretches = [
         doublings(len(ids), len(text))
         for ids, text in zip(measured.prompt_ids, measured.texts[temperature], strict=True)
     ]
-    replays = replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, stretches=stretches)
-    return (
-        {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
-        {name: replay for (name, verifier), replay in replays.items() if verifier is None},
-    )
+    return replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, stretches=stretches)
 
 
 def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier], Proposer]:

@@ -92,9 +92,8 @@ def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> N
         return
     with unfinished.attempt(f"replay at T = {temperature:g}"):
         longest = max(REPLAYED_LENGTHS, *measured.config.draft_length)
-        by_drafter, first = replay_all(measured, temperature, range(1, longest + 1))
-        measured.replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
-        measured.first_heads |= {(temperature, name): replay for name, replay in first.items()}
+        replays = replay_all(measured, temperature, range(1, longest + 1))
+        measured.replays |= {(temperature, *key): replay for key, replay in replays.items()}
     with unfinished.attempt(f"replay of every round at T = {temperature:g}"):
         measured.rounds += expected_texts(measured, temperature)
 

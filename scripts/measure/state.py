@@ -100,8 +100,6 @@ class Measured:
     """The target's text of each prompt, by temperature; absent if one could not be written."""
     observations: dict[tuple[float, int, Method], Sequence[Group]] = field(default_factory=dict)
     replays: dict[tuple[float, str, Verifier], Replay] = field(default_factory=dict)
-    first_heads: dict[tuple[float, str], Replay] = field(default_factory=dict)
-    """Replays of a tree's first token, for trees that cannot be replayed."""
     tables: Sequence[CostTable] = ()
     lossless: dict[tuple[float, int, Method], Certificate] = field(default_factory=dict)
     rounds: list[ExpectedText] = field(default_factory=list)

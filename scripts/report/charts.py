@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import matplotlib
 from markupsafe import Markup, escape
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
@@ -89,32 +88,27 @@ def value_of(estimate: Estimate) -> float:
     return estimate.value
 
 
-def limits(estimates: Iterable[Estimate], *more: float) -> tuple[float, float]:
-    """Return limits that contain all values, all intervals and `more`."""
-    values = [v for e in estimates for v in (value_of(e), *(e.ci95 or ()))]
-    low, high = min([*values, *more]), max([*values, *more])
-    room = (high - low or abs(high) or 1.0) * 0.06
+def limits(estimates: Iterable[Estimate]) -> tuple[float, float]:
+    """Return limits that contain all values, all intervals and plain decoding, 1."""
+    values = [1.0, *(v for e in estimates for v in (value_of(e), *(e.ci95 or ())))]
+    low, high = min(values), max(values)
+    room = (high - low or 1.0) * 0.06
     return low - room, high + room
 
 
-def line_chart(
-    name: str,
-    series: Sequence[Series],
-    x: str,
-    y: str,
-    span: tuple[float, float],
-    level: float | None = None,
-    counted: bool = True,
-) -> Markup:
-    """Draw values over γ, positions or numbers of tokens, with y within `span` and a reference line at `level`.
+def line_chart(name: str, series: Sequence[Series], y: str, span: tuple[float, float]) -> Markup:
+    """Draw values over γ, with y within `span` and a reference line at 1, which is plain decoding.
 
-    The name is unique in the page, and its text for screen readers. If x is `counted`, in small integers, each has a
-    tick.
+    The name is unique in the page, and its text for screen readers.
     """
     with matplotlib.rc_context(OPTIONS):
-        figure, axes = _axes(x, y)
-        if level is not None:
-            axes.axhline(level, color=SOFT, linewidth=1, dashes=(4, 3))
+        # Fixed margins in inches: a tight layout would make matplotlib draw everything twice.
+        (width, height), (left, bottom, rest) = SIZE, (0.66, 0.5, 0.1)
+        figure = Figure(figsize=SIZE)
+        axes = figure.add_axes((left / width, bottom / height, 1 - (left + rest) / width, 1 - (bottom + rest) / height))
+        axes.set_xlabel("γ")
+        axes.set_ylabel(y)
+        axes.axhline(1.0, color=SOFT, linewidth=1, dashes=(4, 3))
         points = [s for s in series if s.form == "points"]
         places = sorted({p for s in series for p in s.known()})
         step = 0.05 * min((places[-1] - places[0]) / 4, 1) if len(places) > 1 else 0.05
@@ -140,23 +134,11 @@ def line_chart(
             if len(xs) == 1:
                 look |= {"markersize": 6, "markerfacecolor": PAPER}
             axes.plot(xs, values, color=style.colour, marker=style.marker, **look)
-        axes.xaxis.set_major_locator(
-            FixedLocator(places) if counted and len(places) <= 8 else MaxNLocator(8, integer=counted, min_n_ticks=1)
-        )
-        room = 0.35 if counted else 0.03 * (places[-1] - places[0] or 1.0)
-        axes.set_xlim(places[0] - room, places[-1] + room)
+        few = len(places) <= 8
+        axes.xaxis.set_major_locator(FixedLocator(places) if few else MaxNLocator(8, integer=True, min_n_ticks=1))
+        axes.set_xlim(places[0] - 0.35, places[-1] + 0.35)
         axes.set_ylim(*span)
         return _svg(figure, name)
-
-
-def _axes(x: str, y: str) -> tuple[Figure, Axes]:
-    # Fixed margins in inches: a tight layout would make matplotlib draw everything twice.
-    (width, height), (left, bottom, rest) = SIZE, (0.66, 0.5, 0.1)
-    figure = Figure(figsize=SIZE)
-    axes = figure.add_axes((left / width, bottom / height, 1 - (left + rest) / width, 1 - (bottom + rest) / height))
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    return figure, axes
 
 
 def _svg(figure: Figure, name: str) -> Markup:

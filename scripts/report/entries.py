@@ -82,13 +82,9 @@ class Costs(Entry):
     context: Positive
     target_seconds: ByNumber[Seconds]
     """t(k), the seconds of a forward over k tokens a row, by batch size, then k."""
-    draft_seconds: Mapping[str, ByNumber[Seconds]]
-    """d(γ) by drafter, batch size, then γ."""
     draft_seconds_per_token: Mapping[str, Seconds]
     overhead_seconds: Mapping[str, Overheads]
     """The rest of a round, by drafter."""
-    plain_overhead_seconds: Overheads
-    prefill_seconds: Seconds
     tables: NonEmpty[CostTable]
     """The measured tables, one for each temperature."""
 

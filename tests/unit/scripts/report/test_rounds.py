@@ -19,6 +19,8 @@ def written(path, settings, text):
 
 
 def test_what_is_whole_is_read(tmp_path):
+    with pytest.raises(InputError, match=r"^expect: expected a report with rounds\.jsonl next to it, found none at"):
+        read_rounds(str(tmp_path / "report.json"))
     written(tmp_path / "rounds.jsonl", asdict(SETTINGS), asdict(TEXT) | {"margins": None, "temperature": 1})
     settings, texts = read_rounds(str(tmp_path))
     assert settings == SETTINGS and texts[0] == TEXT and texts[1].temperature == 1
@@ -27,13 +29,10 @@ def test_what_is_whole_is_read(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"drafters": ["draft"]},
-        {"drafters": {"draft": "d"}},
+        {"schema": "other/1"},
         {"drafters": {"draft": {"kind": "draft"}}},
-        {"draft_length": "2"},
         {"max_new_tokens": None},
         {"filters": {"top_x": 1}},
-        {"filters": None},
     ],
     ids=str,
 )
@@ -47,21 +46,13 @@ def test_broken_settings_are_named(tmp_path, wrong):
     "wrong",
     [
         {"prompt": 7},
-        {"temperature": "0"},
-        {"prompt_ids": None},
         {"tokens": [3, 4, 5, 6, 7.5]},
-        {"tokens": "34567"},
         {"length": 6},
-        {"length": None},
-        {"margins": [0.1, "0.2", 0.3]},
         {"margins": 0.1},
-        {"accepted": [1]},
         {"accepted": {"draft": [1, 0, 1, 1, 0]}},
         {"accepted": {"draft": {"probabilistic": [1, 0, 1]}}},
         {"accepted": {"draft": {"probabilistic": [1, 0, 1, 2, 0]}}},
         {"accepted": {"draft": {"probabilistic": [[1], [0, 1], [1], [1], [1]]}}},
-        {"accepted": {"draft": {"probabilistic": ["yes"] * 5}}},
-        {"accepted": {"draft": {"probabilistic": 1}}},
     ],
     ids=str,
 )
