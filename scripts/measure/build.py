@@ -15,7 +15,6 @@ from draftsmith.scripts.measure.estimates import (
     Observation,
     Observations,
     emitted_and_rounds,
-    join_observations,
     rows_of,
     same_length,
 )
@@ -45,9 +44,13 @@ def build_report(
     """
     plain = {(t, b): observation for (t, b, method), observation in observations.items() if method == Method()}
     baselines = [report.PlainRun(*setting, own.speed(), own.repeated()) for setting, own in plain.items()]
+    whole = Observation(
+        [tokens for own in plain.values() for tokens in own.tokens],
+        [seconds for own in plain.values() for seconds in own.seconds],
+    )
     gate, recommendation = partial(*verdict, failures)
     return report.Report(
-        baseline=report.Baseline(join_observations(plain.values()).speed(), baselines) if plain else None,
+        baseline=report.Baseline(whole.speed(), baselines) if plain else None,
         runs=runs,
         gate=gate,
         recommendation=recommendation,
@@ -82,7 +85,7 @@ def measured_report(measured: Measured) -> report.Report:
     return build_report(
         runs,
         observations,
-        _verdict(measured, runs, curves),
+        _verdict(measured, runs),
         measured.failures,
         environment=report.Environment(
             **environment(pair.target.device, pair.dtype),
@@ -108,8 +111,8 @@ def measured_report(measured: Measured) -> report.Report:
 
 
 def recommend(measured: Measured) -> report.Recommendation:
-    """Return the recommendation without advice, as if every sampled text's distribution had been tested."""
-    return partial(*_verdict(measured, _runs(measured), (), require_law=False), measured.failures)[1]
+    """Return the recommendation as if every sampled text's distribution had been tested."""
+    return partial(*_verdict(measured, _runs(measured), require_law=False), measured.failures)[1]
 
 
 def _observations(measured: Measured) -> Observations:
@@ -129,17 +132,13 @@ def _runs(measured: Measured) -> list[report.Run]:
     return [_run(measured, *key) for key in measured.observations if key[2] != Method()]
 
 
-def _verdict(
-    measured: Measured, runs: Sequence[report.Run], curves: Sequence[report.Curve], require_law: bool = True
-) -> Verdict:
+def _verdict(measured: Measured, runs: Sequence[report.Run], require_law: bool = True) -> Verdict:
     config, gate = measured.config, None
     level = intervals.confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
     gains = {run.key: _gain(measured, run.temperature, Method(*run.key[:2]), level) for run in runs}
     if config.min_speedup is not None or config.min_gain is not None:
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
-    hint = predictions.advice(curves, runs)
-    observations = _observations(measured)
-    return judge_runs(runs, observations, gains, gate, config.confidence, hint, require_law)
+    return judge_runs(runs, _observations(measured), gains, gate, config.confidence, require_law)
 
 
 def _run(measured: Measured, temperature: float, batch_size: int, method: Method) -> report.Run:

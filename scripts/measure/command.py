@@ -30,7 +30,7 @@ from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinishe
 from draftsmith.scripts.pair import read_tokens
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.rounds import ROUNDS, write_rounds
-from draftsmith.scripts.report.summary import append_summary, markdown
+from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.timed_settings import load_fastest
@@ -146,7 +146,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print_report(report)
         print(f"report: {Path(config.output) / 'report.html'}, and report.json and summary.md next to it")
-        append_summary(report)
         if report.server is not None and report.failures:
             failure = report.failures[0].error
     if failure is not None:

@@ -1,6 +1,6 @@
 """Tokens, seconds and texts that decoding and servers both show, and their ratios with intervals."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from draftsmith.decode.measurement import intervals
@@ -115,12 +115,3 @@ class Observation:
 
 Observations = Mapping[tuple[float, int, Method], Observation]
 """Observations by temperature, batch size and method; a server without a baseline has no plain ones."""
-
-
-def join_observations(observations: Iterable[Observation]) -> Observation:
-    """Return the batches of several settings."""
-    tokens, seconds = list[int](), list[float]()
-    for observation in observations:
-        tokens += observation.tokens
-        seconds += observation.seconds
-    return Observation(tokens, seconds)

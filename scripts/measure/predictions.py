@@ -20,11 +20,9 @@ from draftsmith.scripts.measure.replays import groups_of
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
 from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Goodput, LoadRange
 from draftsmith.scripts.report.entries import Costs as CostsEntry
-from draftsmith.scripts.report.types import Curve, ProposerEntry, Run, Verifier
+from draftsmith.scripts.report.types import Curve, ProposerEntry, Verifier
 from draftsmith.train.kinds.drafter import Drafter
 
-WORTH_SAYING = 1.02
-"""The advice names a γ that was not decoded if it promises this many times the speed."""
 SIZES = 24
 
 
@@ -133,23 +131,6 @@ def _of_group(replay: Replay, lengths: Sequence[int]) -> CurveGroup:
     tokens = round(sum(replay.tokens_and_rounds(lengths[0])[0]))
     lengths_of = {k: replay.mean_acceptance_length[k] for k in lengths}
     return CurveGroup(len(replay.texts), replay.alpha, lengths_of, tokens)
-
-
-def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
-    """Return a sentence on a γ that was not decoded but is predicted to be faster, prompts included."""
-    decoded = {(run.proposer.name, run.draft_length) for run in runs}
-    worst: dict[tuple[str, int], float] = {}
-    for curve in curves:
-        if curve.verifier == PROBABILISTIC:
-            for by_length in curve.predicted_speedup.values():
-                for k, estimate in by_length.items():
-                    key = curve.proposer.name, k
-                    worst[key] = min(worst.get(key, float("inf")), estimate.value or 0.0)
-    best = max(worst, key=lambda key: worst[key], default=None)
-    decoded_best = max((worst[key] for key in decoded if key in worst), default=0.0)
-    if best is None or best in decoded or worst[best] <= max(decoded_best, 1.0) * WORTH_SAYING:
-        return None
-    return f"By prediction, {best[0]} with γ = {best[1]}, which was not decoded, is {worst[best]:.2f} times as fast."
 
 
 def costs_entry(measured: Measured) -> CostsEntry | None:

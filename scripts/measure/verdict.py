@@ -240,7 +240,6 @@ def judge_runs(
     gains: Gains,
     gate: Gate | None,
     confidence: float,
-    advice: str | None,
     require_law: bool = True,
 ) -> tuple[Gate | None, Recommendation]:
     """Return the judged gate of decoded runs, if there is one, and the recommendation.
@@ -250,7 +249,7 @@ def judge_runs(
     a level at which the bounds of all hold together, and the best one's speed-up is reported on prompts that did not
     choose it.
 
-    `gains` has intervals at `confidence_of_each(confidence, …)` of the candidates. `advice` ends the reason.
+    `gains` has intervals at `confidence_of_each(confidence, …)` of the candidates.
     `require_law` recommends no run whose text was sampled without a test of its distribution.
     """
     min_speedup, min_gain = (None, None) if gate is None else (gate.min_speedup, gate.min_gain)
@@ -283,7 +282,7 @@ def judge_runs(
 
     gate, recommendation = judge(may_be_deployed, observations, demands, gate, confidence, say)
     how = _how_judged(may_be_deployed, recommendation, confidence, level)
-    return gate, replace(recommendation, reason=" ".join(filter(None, (recommendation.reason, advice))), judged=how)
+    return gate, replace(recommendation, judged=how)
 
 
 def _how_judged(runs: Sequence[Run], recommendation: Recommendation, confidence: float, level: float) -> str:

@@ -20,7 +20,7 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.entries import Latency
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.report.words import cliffs, headline, load_words, turns
+from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
 from draftsmith.train.files import write_atomically
 
@@ -53,7 +53,6 @@ def render_page(report: Report) -> str:
         headline=headline(report),
         winners=report.winners(),
         repeated=_repeated(report),
-        cliffs=cliffs(report),
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
         lossless=partial(lossless, report=report),

@@ -1,11 +1,10 @@
 """The report in a few lines of markdown for pull requests."""
 
 import logging
-import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.report.words import cliffs, headline, load_words, turns
+from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.train.kinds.quantities import count_of
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ def markdown(report: Report) -> str:
         if (words := turns(run)) is not None
     ]
     lines += ["", "Who drafted, and wrote:", "", *taking_turns] if taking_turns else []
-    falls = [f"* {line}" for line in cliffs(report)]
-    lines += ["", "Long contexts:", "", *falls] if falls else []
     loads = [f"* {load.proposer}: {load_words(load)}" for load in report.by_load if len(load.goodput) > 1]
     lines += ["", "Draft length by texts at a time:", "", *loads] if loads else []
     lines += ["", f"{_measured(report)} τ: tokens per target forward, bonus included; 95 % intervals over prompts."]
@@ -66,14 +63,3 @@ def _measured(report: Report) -> str:
     servers = [f"{s.kind} {s.version or ''} at {s.url}".replace("  ", " ") for s in report.server.servers]
     warnings = "".join(f" {warning}" for warning in report.server.warnings)
     return f"{prompts.count} prompts sent to {' and '.join(servers)}; B: requests at once.{warnings}"
-
-
-def append_summary(report: Report) -> None:
-    """Append the summary to that of a GitHub job, if there is one."""
-    steps = os.environ.get("GITHUB_STEP_SUMMARY")
-    if steps:
-        try:
-            with open(steps, "a", encoding="utf-8") as file:
-                file.write(markdown(report))
-        except OSError as error:  # the report itself is written already
-            logger.warning("GITHUB_STEP_SUMMARY: expected a file to append to at %s, found: %s", steps, error.strerror)

@@ -8,7 +8,7 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.entries import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
-from draftsmith.scripts.report.words import cliffs, headline, load_words, runs_as, turns
+from draftsmith.scripts.report.words import headline, load_words, runs_as, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.train.kinds.quantities import count_of
 
@@ -59,8 +59,6 @@ def print_report(report: Report, console: Console | None = None) -> None:
         if (words := turns(run)) is not None:
             where = f"γ={run.draft_length}, T={run.temperature:g}{f', B={run.batch_size}' if batched else ''}"
             console.print(Text.assemble((f"{_drafter(run)}, {where}: ", "dim"), words))
-    for line in cliffs(report):
-        console.print(Text.assemble(("long contexts  ", "yellow"), line))
     for load in report.by_load:
         if len(load.goodput) > 1:  # the table covers one text at a time
             console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))

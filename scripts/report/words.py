@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from draftsmith.decode.measurement.intervals import Estimate, format_estimate
+from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.entries import ByLoad, Grouping
-from draftsmith.scripts.report.types import Curve, Environment, Report, Run
+from draftsmith.scripts.report.types import Environment, Report, Run
 
 MOST_NAMED = 4  # the most settings that a headline names; more are counted
-CLIFF = 2 / 3
-"""The fall of τ that is named: to less than this share of what it is at shorter contexts."""
 Value = TypeVar("Value")
 
 
@@ -89,38 +87,6 @@ def group_words(grouping: Grouping, name: str) -> str:
         return name
     end = int(name) // 1024
     return f"{end // 2}k to {end}k" if end > 1 else "below 1k"
-
-
-def cliffs(report: Report) -> list[str]:
-    """Return a line for each drafter whose τ falls off with the length of context, where it falls most."""
-    worst: dict[str, tuple[float, str]] = {}
-    lengths = {run.proposer.name: run.draft_length for run in reversed(report.runs)}
-    if (chosen := report.recommendation).proposer is not None and chosen.draft_length is not None:
-        lengths[chosen.proposer] = chosen.draft_length
-    for curve in report.curves:
-        name = curve.proposer.name
-        if curve.verifier != "greedy" and (fall := _cliff(curve, lengths.get(name))) is not None:
-            worst[name] = min(worst.get(name, fall), fall)
-    return [line for _, line in worst.values()]
-
-
-def _cliff(curve: Curve, draft_length: int | None) -> tuple[float, str] | None:
-    """Return the greatest fall of τ between two lengths of context whose intervals are apart, and words for it."""
-    found: list[tuple[float, str]] = []
-    known: list[tuple[str, Estimate]] = []
-    for name in sorted(curve.by_context, key=int):
-        after = at_length(curve.by_context[name].mean_acceptance_length, draft_length)
-        if after is None or after.value is None or after.ci95 is None:
-            continue
-        for earlier, before in known:
-            if after.value < CLIFF * (before.value or 0.0) and after.ci95[1] < (before.ci95 or (0.0,))[0]:
-                high, low = (format_estimate(estimate, spread="none") for estimate in (before, after))
-                first, second = (group_words("context", group) for group in (earlier, name))
-                where = f"{curve.proposer.name}, γ = {draft_length}, T = {curve.temperature:g}"
-                words = f"{where}: τ falls from {high} (contexts {first} tokens) to {low} ({second})"
-                found.append((after.value / (before.value or 1.0), words))
-        known.append((name, after))
-    return min(found, default=None)
 
 
 def load_words(load: ByLoad) -> str:

@@ -56,7 +56,7 @@ def test_no_setting_is_a_go_by_luck_and_each_winners_speed_up_is_its_own():
                     speedup=own.speedup(plain), tokens_per_second=own.speed(), lossless=Certificate(passed=True),
                 )  # fmt: skip
                 runs.append(run)
-        _, found = judge_runs(runs, observations, {}, asked, 0.95, None)
+        _, found = judge_runs(runs, observations, {}, asked, 0.95)
         assert [(each.temperature, each.batch_size) for each in found.settings] == settings
         wrong += any(each.go for each in found.settings)
         said += [each.speedup.value for each in found.settings]

@@ -305,12 +305,12 @@ def test_little_time_makes_few_turns_and_no_second_attempt(clock, monkeypatch):
     def measured(seconds):
         texts.clear()
         text = torch.arange(60)
-        measure_costs(target, {"slow": slow}, {"slow": 3}, text, samplers, [1], 30, 12, (1, 4), 5, False, seconds)
+        measure_costs(target, {"slow": slow}, {"slow": 3}, text, samplers, [1], 30, 12, (1, 4), 3, False, seconds)
         return len(texts)
 
-    # Of each temperature one to warm up and two or five, before the parts and after them.
+    # Of each temperature one to warm up and two or three, before the parts and after them.
     assert measured(1.0) == 2 * 2 * (1 + 2)
-    assert measured(None) == 2 * (1 + turns.ATTEMPTS) * (1 + 5)
+    assert measured(None) == 2 * (1 + turns.ATTEMPTS) * (1 + 3)
 
 
 class Now(Timed):

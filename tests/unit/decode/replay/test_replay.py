@@ -53,8 +53,7 @@ def random_a(n: int, seed: int) -> torch.Tensor:
     return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("draft_length", [1, 3])
-@pytest.mark.parametrize("n", [1, 5, 8])
+@pytest.mark.parametrize(("n", "draft_length"), [(1, 1), (5, 3), (8, 3)])
 def test_expected_rounds_is_the_sum_over_all_patterns(n, draft_length):
     a = torch.stack([random_a(n, seed) for seed in range(3)])
     rounds = expected_rounds(a, torch.full((3,), n), draft_length)
@@ -102,8 +101,8 @@ def counted(accepted: tuple[int, ...], draft_length: int, limit: int) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("limit", [6, 7, 9, 20])
-@pytest.mark.parametrize("draft_length", [1, 2, 4, 8])
+@pytest.mark.parametrize("limit", [6, 7, 20])
+@pytest.mark.parametrize("draft_length", [1, 4, 8])
 def test_expected_counts_are_the_sums_over_all_patterns(limit, draft_length):
     """A text that the limit ended (6), and texts that ended before: their last rounds may have drafted past the end."""
     n, a = 6, random_a(6, limit)
@@ -265,8 +264,14 @@ def test_alpha_at_t0_is_the_share_of_equal_argmaxes(repeating):
     assert replay.texts[0].acceptance == tuple((p == q).float().tolist())
 
 
-@pytest.mark.parametrize("name", ["draft", "greedy", "lookup", "blind"])
-@pytest.mark.parametrize("warped", [{}, {"temperature": 0.6, "top_k": 9}])
+@pytest.mark.parametrize(
+    ("name", "warped"),
+    [
+        ("draft", {}),
+        ("blind", {}),
+        *((name, {"temperature": 0.6, "top_k": 9}) for name in ("draft", "greedy", "lookup")),
+    ],
+)
 def test_sampled_replay_agrees_with_the_decoder(repeating, name, warped):
     """Texts differ between the two ways, so means are compared.
 

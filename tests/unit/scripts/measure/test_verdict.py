@@ -18,14 +18,11 @@ from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import Observation
-from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, nodes_of, predicted_speedup
+from draftsmith.scripts.measure.predictions import costs_entry, curve_of, nodes_of, predicted_speedup
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import comparisons, judge_runs, more_prompts, partial
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
-from draftsmith.scripts.report import summary
-from draftsmith.scripts.report.summary import append_summary
 from draftsmith.scripts.report.types import (
-    Curve,
     Failure,
     Gate,
     GatePart,
@@ -77,18 +74,17 @@ class Case:
         self.runs.append(run(entry, k, temperature, rows, speedup=own.speedup(plain), lossless=certificate))
         return self
 
-    def judge(self, min_speedup=None, min_gain=None, confidence=0.95, advice=None, require_law=True):
+    def judge(self, min_speedup=None, min_gain=None, confidence=0.95, require_law=True):
         asked = None
         if min_speedup is not None or min_gain is not None:
             asked = Gate(min_speedup, min_gain, confidence)
-        return judge_runs(self.runs, self.observations, self.gains, asked, confidence, advice, require_law)
+        return judge_runs(self.runs, self.observations, self.gains, asked, confidence, require_law)
 
 
 def test_what_is_faster_for_certain_is_deployed():
-    gate, verdict = Case().add("slow", 1.2).add("fast", 1.6, k=2).judge(advice="And mind the rest.")
+    gate, verdict = Case().add("slow", 1.2).add("fast", 1.6, k=2).judge()
     assert gate is None and (verdict.go, verdict.key) == (True, ("fast", 2, 1, 0.0))
     assert verdict.measured_speedup.value == pytest.approx(1.6, rel=0.02)
-    assert verdict.reason.endswith("And mind the rest.")
     gate, verdict = Case().add("draft", 1.005).judge()
     assert verdict.measured_speedup.ci95[0] < 1 < verdict.measured_speedup.value
     assert gate is None and (verdict.go, verdict.proposer) == (False, "draft")
@@ -253,7 +249,7 @@ def headline_of(case, gate, verdict) -> str:
 def test_each_setting_has_a_verdict_of_its_own():
     case = Case().add("draft", 1.4).add("copies", 1.2)
     case.add("draft", 1.02, temperature=1.0).add("copies", 0.9, temperature=1.0)
-    gate, verdict = case.judge(advice="And mind the rest.")
+    gate, verdict = case.judge()
     assert gate is None and verdict.go is False
     first, second = verdict.settings
     assert (first.go, first.key) == (True, ("draft", 4, 1, 0.0))
@@ -267,7 +263,7 @@ def test_each_setting_has_a_verdict_of_its_own():
     times = f"{second.speedup.value:.2f}× [{low:.2f}, {high:.2f}]"
     assert headline_of(case, gate, verdict) == f"GO at T = 0: {first.speedup.value:.2f}×; at T = 1: {times}, not shown"
     assert second.reason.endswith("(T = 1, batch size 1): a speed-up above 1 is not shown.")
-    assert verdict.reason == f"Deploy where it pays: T = 0. {second.reason} And mind the rest."
+    assert verdict.reason == f"Deploy where it pays: T = 0. {second.reason}"
     assert verdict.judged.startswith("The best of 2 drafters and γ was taken in each of 2 settings")
     # What is not shown to be faster has no test of its law, which is not what keeps it from being a GO.
     case.runs[2:] = [replace(run, lossless=unchecked("waits")) for run in case.runs[2:]]
@@ -457,35 +453,3 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
         assert 0 < nodes < 4 and lookup.predicted_speedup[1][4].value == pytest.approx(sum(plain) / seconds)
     bare = measured(tokenizer, texts, {"draft": a}, tables=())
     assert predicted_speedup(bare, 0.0, own.drafter("draft"), 4, groups, groups) is None and costs_entry(bare) is None
-
-
-def curve(name: str, speeds: dict[int, dict[int, float]], verifier: str = PROBABILISTIC) -> Curve:
-    predicted = {b: {k: Estimate(value, None, 1) for k, value in of.items()} for b, of in speeds.items()}
-    proposer, alpha = ProposerEntry(name, "draft", None, 0, 0), Estimate(0.5, None, 1)
-    return Curve(proposer, 0.0, verifier, alpha, {}, [], [], {}, predicted)
-
-
-def test_advice_names_what_was_not_decoded_and_would_be_faster_everywhere():
-    runs = [run(ProposerEntry("draft", "draft", None, 0, 0))]
-    # γ = 2 is best at batch size 1, γ = 3 at the worse of both.
-    speeds = {1: {2: 1.9, 3: 1.7, 4: 1.6}, 4: {2: 1.2, 3: 1.5, 4: 1.4}}
-    assert advice([curve("draft", speeds)], runs) == (
-        "By prediction, draft with γ = 3, which was not decoded, is 1.50 times as fast."
-    )
-    # Nothing, where what was decoded is best, or as good as best, or nothing pays, or nothing was predicted.
-    assert advice([curve("draft", {1: {3: 1.41, 4: 1.4}})], runs) is None
-    assert advice([curve("draft", {1: {3: 1.2, 4: 1.4}})], runs) is None
-    assert advice([curve("draft", {1: {3: 1.0, 4: 0.5}})], runs) is None
-    assert advice([curve("draft", {1: {3: 2.0, 4: 0.5}}, verifier=GREEDY)], runs) is None
-    assert advice([curve("draft", {})], runs) is None and advice([], runs) is None
-
-
-def test_a_summary_that_cannot_be_written_is_warned_of(tmp_path, monkeypatch, caplog):
-    steps = tmp_path / "nowhere" / "steps.md"
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(steps))
-    monkeypatch.setattr(summary, "markdown", lambda report: "GO")
-    append_summary(SimpleNamespace())
-    assert f"expected a file to append to at {steps}, found: No such file or directory" in caplog.text
-    steps.parent.mkdir()
-    append_summary(SimpleNamespace())
-    assert steps.read_text() == "GO"

@@ -373,23 +373,3 @@ def test_page_table_and_summary_say_who_drafted_in_the_same_words():
     for other in (minimal(), minimal(runs=[replace(alone, sources=dict.fromkeys(sources, Counts()))])):
         assert turns(other.runs[0]) is None
         assert "take turns" not in page_of(other).text and "Who drafted" not in markdown(other)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "said"),
-    [
-        ([est(2.3, 0.1), est(1.4, 0.1), est(1.08, 0.05)], "2.30 (contexts below 1k tokens) to 1.08 (16k to 32k)"),
-        ([est(1.2, 0.1), est(2.3, 0.1), est(1.4, 0.1)], "2.30 (contexts 8k to 16k tokens) to 1.40 (16k to 32k)"),
-        ([est(2.3, 0.1), est(1.8, 0.1), est(1.6, 0.1)], None),  # by less than a third
-        ([est(2.3, 0.5), est(1.9, 0.5), est(1.4, 0.5)], None),  # perhaps by chance
-        ([est(1.1, 0.1), est(1.9, 0.1), Estimate(1.0, None, 2)], None),
-    ],
-)  # fmt: skip
-def test_where_acceptance_falls_off_with_the_length_of_context_is_named(lengths, said):
-    pairs = zip(("1024", "16384", "32768"), lengths, strict=True)
-    groups = {name: entries.CurveGroup(80, est(0.6), {4: length}, 900) for name, length in reversed(list(pairs))}
-    report = minimal(curves=[replace(curve("draft", 0.0), mean_acceptance_length={}, by_context=groups)])
-    line = f"draft, γ = 4, T = 0: τ falls from {said}"
-    places = page_of(report).text, markdown(report), " ".join(printed(report).split())
-    assert [line in place for place in places] == [said is not None] * 3
-    assert ["τ falls" in place for place in places] == [said is not None] * 3
