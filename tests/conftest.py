@@ -39,7 +39,7 @@ TEXTS = [
 
 
 FIRST = ["sharded", "embedded", "replay_processes", "data_processes", "failures", "shared_out", "resume"]
-FIRST += ["cached_eagle", "reliability", "training_contracts"]
+FIRST += ["cached_states", "served_training", "served_caches", "unfinished", "reliability", "training_contracts"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

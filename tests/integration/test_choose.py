@@ -9,7 +9,7 @@ import yaml
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts import cli, stages
-from draftsmith.scripts.choose import command
+from draftsmith.scripts.choose import command, sweep
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Trial
 from draftsmith.scripts.choose.rounds import Way
@@ -48,8 +48,10 @@ def ran(monkeypatch):
     return commands
 
 
-def test_a_stopped_choice_continues_and_hands_on_its_winner(pair_dirs, tmp_path, ran, capsys):
+def test_a_stopped_choice_continues_and_hands_on_its_winner(pair_dirs, tmp_path, ran, monkeypatch, capsys):
     settings = config(pair_dirs, tmp_path)
+    for module in (command, sweep):
+        monkeypatch.setattr(module, "AMOUNTS", 2)
     own, count = command.Stages.run, 0
 
     def stopped(self, name, argv, fresh=None):
@@ -66,9 +68,9 @@ def test_a_stopped_choice_continues_and_hands_on_its_winner(pair_dirs, tmp_path,
     assert "the same command continues from there" in stop.value.__notes__[0]
     assert ran[0][:2] == ["doctor", f"--target={settings.target}"]
     choice = command.choose(settings)
-    assert [argv[0] for argv in ran if argv[0] in recipes()] == ["medusa", "distill"] * 4
+    assert [argv[0] for argv in ran if argv[0] in recipes()] == ["medusa", "distill"] * 2
     assert len(set(map(tuple, ran))) == len(ran)  # each once
-    assert sorted(choice.amounts) == choice.amounts and len(set(choice.amounts)) == 4
+    assert sorted(choice.amounts) == choice.amounts and len(set(choice.amounts)) == 2
     standings = {standing.name: standing for standing in choice.standings}
     assert standings.keys() == {"heads", "carved", "suffix", "prompt_lookup"}
     for standing in standings.values():
@@ -89,21 +91,13 @@ def test_a_stopped_choice_continues_and_hands_on_its_winner(pair_dirs, tmp_path,
         command.choose(config(pair_dirs, tmp_path, budget="2h"))
 
 
-@pytest.mark.parametrize(
-    ("candidate", "fields", "settings"),
-    [
-        (CARVED, {"temperature": "0", "batch_size": "1,2"}, {("0", 1), ("0", 2)}),
-        (BLOCK, {"temperature": "0.7", "server": "vllm"}, {("0.7", 1)}),
-    ],
-    ids=["rows", "served"],
-)
-def test_candidates_are_judged_as_they_will_be_deployed(pair_dirs, tmp_path, monkeypatch, candidate, fields, settings):
+def test_candidates_are_judged_as_they_will_be_deployed(pair_dirs, tmp_path, monkeypatch):
     monkeypatch.setattr(Sweep, "growth", lambda *_: None)
-    choice = command.choose(config(pair_dirs, tmp_path, candidates={"it": candidate}, **fields))
-    standing = next(standing for standing in choice.standings if standing.name == "it")
-    assert {(outlook.temperature, outlook.rows) for outlook in standing.outlooks} == settings
-    if "server" in fields:  # it drafts whole blocks, alone
-        assert {outlook.way for outlook in standing.outlooks} == {Way(3)}
+    fields = {"candidates": {"it": BLOCK}, "temperature": "0.7", "batch_size": "1,2", "server": "vllm"}
+    choice = command.choose(config(pair_dirs, tmp_path, **fields))
+    standing = next(each for each in choice.standings if each.name == "it")
+    judged = {(outlook.temperature, outlook.rows, outlook.way) for outlook in standing.outlooks}
+    assert judged == {("0.7", rows, Way(3)) for rows in (1, 2)}  # it drafts whole blocks, alone
 
 
 def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pair_dirs, tmp_path):
@@ -117,14 +111,14 @@ def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pai
 def test_the_winners_config_begins_with_its_last_trial(pair_dirs, tmp_path, name):
     settings = config(pair_dirs, tmp_path, writing={"top_p": 0.9, "max_prompt_tokens": 99})
     train = [Prompt(str(number), f"text {number}", None, None) for number in range(40)]
-    sweep = Sweep(settings, settings.candidates, tmp_path / "choice", train, stages.Stages(tmp_path / "stages"))
-    sweep.heldout, sweep.texts, sweep.used, sweep.amounts = {0.0: "held-0", 1.0: "held-1"}, ["text-1"], 4, [1000]
+    made = Sweep(settings, settings.candidates, tmp_path / "choice", train, stages.Stages(tmp_path / "stages"))
+    made.heldout, made.texts, made.used, made.amounts = {0.0: "held-0", 1.0: "held-1"}, ["text-1"], 4, [1000]
     way, some = Way(3), Estimate(1.5, None, 8)
     won = command.Standing(
         name, settings.candidates[name]["command"], {}, [Trial("trials/2/it", 1000, 1.0, 1.0, {})], None,
         [Outlook("0", 1, way, some, some, 6000.0, some)],
     )  # fmt: skip
-    prepare, train, *searched, measure = command.next_commands(sweep, won)
+    prepare, train, *searched, measure = command.next_commands(made, won)
     assert [line[0] for line in searched] == (["tree"] if name == "heads" else [])
     fields = yaml.safe_load((tmp_path / "choice/winner.yaml").read_text())
     assert fields["heads" if name == "heads" else "draft"] == "trials/2/it"

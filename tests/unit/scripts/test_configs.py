@@ -211,15 +211,14 @@ def test_lists_of_numbers_are_read_from_either_form(tmp_path):
         ("target: a\nk: 1\ntarget: b\n", "target: expected it once in .*, found it in lines 1 and 3"),
         ("completions: [{a: 1, a: 2}]\n", "a: expected it once"),
         ("k: {<<: {a: 1}, <<: {b: 2}, c: 1, c: 2}\n", "c: expected it once"),
-        ("k: " + "[" * 5000 + "]" * 5000, "config: expected YAML in .*, found: nested too deeply"),
+        ("k: " + "[" * 1000 + "]" * 1000, "config: expected YAML in .*, found: nested too deeply"),
         ("target: &a [*a]\n", r"target: expected text, found \[\[\.\.\.\]\]"),
     ],
 )
-@pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
-def test_a_key_twice_is_refused(text, named, flag, tmp_path):
+def test_a_key_twice_is_refused(text, named, tmp_path):
     (tmp_path / "twice.yaml").write_text(text)
     with pytest.raises(InputError, match=named) as error:
-        parse_config(CacheConfig, flag.format(tmp_path / "twice.yaml").split())
+        parse_config(CacheConfig, [f"--config={tmp_path / 'twice.yaml'}"])
     assert "\n" not in str(error.value)
 
 

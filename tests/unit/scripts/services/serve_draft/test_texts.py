@@ -38,6 +38,13 @@ def chain(model, tokens: list[int], length: int) -> list[int]:
     return text[len(tokens) :]
 
 
+@torch.inference_mode()
+def is_chain(model, tokens: list[int], drafted: list[int]) -> bool:
+    """Whether these are the tokens of `chain`, by one forward."""
+    logits = model(torch.tensor([[*tokens, *drafted]]), use_cache=False).logits[0]
+    return logits[len(tokens) - 1 : -1].argmax(-1).tolist() == drafted
+
+
 def texts_of(model, cache_tokens: int = 4096, max_length: int = 128) -> DraftTexts:
     return DraftTexts(model, max_length, 8, cache_tokens)
 
@@ -86,7 +93,7 @@ def random_calls(seed: int, rounds: int):
 
 
 @pytest.mark.parametrize("cache_tokens", [4096, 160], ids=["room for all", "evictions"])
-@pytest.mark.parametrize(("name", "seed"), [("llama", 0), ("llama", 1), ("llama", 2), ("qwen3-5", 3), ("lfm2", 4)])
+@pytest.mark.parametrize(("name", "seed"), [("llama", 0), ("qwen3-5", 3), ("lfm2", 4)])
 def test_random_calls_are_as_without_a_cache(name, seed, cache_tokens):
     """A draft with states returns to few tokens of a text that is taken back, and else begins anew."""
     draft = tiny_llama() if name == "llama" else tiny_model(name, vocab_size=VOCABULARY, num_hidden_layers=2)
@@ -99,8 +106,8 @@ def test_random_calls_are_as_without_a_cache(name, seed, cache_tokens):
             if answer is None:
                 unknown += 1
                 (answer,) = texts.draft(keys[place : place + 1], [DraftRow(row.id, 0, told[row.id], row.want)])
-            want = min(row.want, max(128 - len(told[row.id]), 0))
-            assert answer == chain(draft, told[row.id], want)
+            assert len(answer) == min(row.want, max(128 - len(told[row.id]), 0))
+            assert is_chain(draft, told[row.id], answer)
             drafts[row.id] = answer
     assert (unknown > 0) == (texts.evictions > 0) == (cache_tokens < 4096)
 
@@ -175,7 +182,7 @@ def test_random_calls_are_as_of_a_hybrid(draft, name, cache_tokens):
     switch = Switch(match=2)
     texts = DraftTexts(draft, 128, 8, cache_tokens, Copies(drafters_of(name), switch))
     rounds = 0
-    for _, rows, told, drafts in random_calls(3, 40):
+    for _, rows, told, drafts in random_calls(3, 25):
         keys = [row.id for row in rows]
         answers = texts.draft(keys, rows)
         assert texts.cached_tokens <= cache_tokens
