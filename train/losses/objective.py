@@ -30,7 +30,6 @@ from draftsmith.train.losses.divergences import (
 # These stay finite where p or q is zero. The others need q > 0 wherever p > 0, so their q is not warped as p is.
 # lk_hybrid has a part of either kind; nla would have no gradient where p and q keep different tokens.
 BOUNDED = ("tvd", "lk_hybrid")
-UNBOUNDED = tuple(name for name in DIVERGENCES if name not in BOUNDED)
 # These are acceptance, or weighted by it: with a cut vocabulary, their p includes all other tokens, as in decoding.
 ACCEPTANCE = ("nla", *BOUNDED)
 
@@ -103,17 +102,18 @@ class Objective:
         pair = DistributionPair(self, p, q_logits_NV)
         # Terms that need q > 0 wherever p > 0: q is not warped.
         for name in self.terms:
-            if name in UNBOUNDED:
+            if name in DIVERGENCES and name not in BOUNDED:
                 log_p_NE, log_q_NE = pair.in_acceptance() if name in ACCEPTANCE else pair.among_drafted()
                 value_N = DIVERGENCES[name](log_p_NE, log_q_NE, parameter_of(name, self.beta, self.alpha, self.eta))
                 total_N = total_N + self.terms[name] * pair.where_possible(value_N)
         # Terms that compare p and q as decoding does: both are warped.
-        kl_N = pair.where_possible(forward_kl(*pair.among_drafted())) if "lk_hybrid" in self.terms else None
-        if "tvd" in self.terms or kl_N is not None:
-            tv_N = tvd(*pair.in_acceptance(warped=True))
-            total_N = total_N + self.terms.get("tvd", 0.0) * tv_N
-            if kl_N is not None:
-                total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
+        for name in [name for name in BOUNDED if name in self.terms]:
+            if name == "lk_hybrid":
+                kl_N = pair.where_possible(forward_kl(*pair.among_drafted()))
+                value_N = lk_blend(kl_N, tvd(*pair.in_acceptance(warped=True)), self.eta)
+            else:
+                value_N = DIVERGENCES[name](*pair.in_acceptance(warped=True), self.beta)
+            total_N = total_N + self.terms[name] * value_N
         return total_N[:, None]
 
     def warped(self, scores_NV: Tensor) -> Tensor:

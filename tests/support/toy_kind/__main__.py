@@ -41,6 +41,7 @@ class ToyTrainer(RecipeTrainer):
 
 class ToyRun(TrainingRun[ToyConfig]):
     def make_model(self) -> Table:
+        torch.manual_seed(self.config.training.seed)  # the same weights on all processes, and in a run that goes on
         return Table(TableConfig(self.target_config.get_text_config().vocab_size))
 
     def make_trainer(self, model: Table) -> ToyTrainer:

@@ -6,6 +6,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.tree import Tree
+from draftsmith.train.checkpoint import load_heads
 
 
 class TableConfig(PretrainedConfig):
@@ -23,6 +24,10 @@ class Table(PreTrainedModel):
         super().__init__(config)
         self.next = nn.Embedding(config.vocab_size, config.vocab_size)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, path, *args, **kwargs):  # refuses damaged files in one line
+        return load_heads(cls, super().from_pretrained, path, "a toy table", *args, **kwargs)
 
     def forward(self, input_ids: torch.Tensor, **_: object) -> torch.Tensor:
         return self.next(input_ids)
