@@ -11,8 +11,6 @@ from draftsmith.scripts import kinds
 from draftsmith.scripts.cli import main
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
-FOLDER = Path(__file__).parents[1] / "support/toy_kind"
-
 
 def trained(pipeline: Path, output: Path, *more: str) -> Path:
     assert main([
@@ -31,10 +29,6 @@ def toy(pipeline, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "KINDS", [Toy(), *kinds.KINDS])
         yield trained(pipeline, tmp_path_factory.mktemp("toy") / "table")
-
-
-def test_it_is_a_folder_of_few_lines():
-    assert sum(len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")) < 150
 
 
 def taus_of(directory: Path) -> list[float]:
