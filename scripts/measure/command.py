@@ -26,7 +26,7 @@ from draftsmith.scripts.measure.server.entries import server_report
 from draftsmith.scripts.measure.server.expectation import read_expectation, require_known
 from draftsmith.scripts.measure.stages import run_stages
 from draftsmith.scripts.measure.state import Measured
-from draftsmith.scripts.measure.unfinished import DIRECTORY, SETTINGS, Unfinished
+from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
 from draftsmith.scripts.pair import read_tokens
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.rounds import ROUNDS, write_rounds
@@ -37,13 +37,13 @@ from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.files import remove, require_writable, write_atomically
+from draftsmith.train.files import require_writable, write_atomically
+from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.provenance import write_json
 
 DRAFT_LENGTHS = "draft_lengths.json"
 FILES = ("report.json", "report.html", "summary.md")
-KEPT = "the turns that were measured"
 
 
 def measure(config: MeasureConfig) -> Report:
@@ -101,10 +101,8 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
 def measure_server(config: MeasureServerConfig) -> Report:
     """Measure a server as the config says, write the report to its output directory, and return it.
 
-    Finished work is kept there until the run ends well: after a kill or a failure the same command continues.
-
     Raises:
-        InputError: bad input, an unusable server, another run's unfinished work, or a full disk.
+        InputError: bad input, an unusable server, or a full disk.
         ServerFailure: a server failed before a whole setting was measured.
     """
     output = require_writable(config.output, *FILES)
@@ -114,14 +112,12 @@ def measure_server(config: MeasureServerConfig) -> Report:
     prompts = server.read_load_prompts(config)
     if expectation is not None:
         require_known(expectation, config, prompts)
-    with output_directory(output, lambda: KEPT):
+    with lock_directory(output):
         observed = asyncio.run(server.observe(config, prompts))
         if observed.failure is not None and not observed.blocks:
             raise observed.failure
         report = server_report(observed, expectation)
         _write(report, output)
-        if observed.failure is None:
-            remove(output / DIRECTORY)
     return report
 
 
@@ -149,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if report.server is not None and report.failures:
             failure = report.failures[0].error
     if failure is not None:
-        print(f"error: {failure}; {KEPT} are kept in {config.output}, run the same command again", file=sys.stderr)
+        print(f"error: {failure}", file=sys.stderr)
         return 1
     if report.failures:
         return min(part.exit_code for part in report.failures)

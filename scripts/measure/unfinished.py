@@ -35,49 +35,18 @@ IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "thread
 logger = logging.getLogger(__name__)
 
 
-class Kept:
-    """Finished units of work, each a file in a hidden directory of the output."""
-
-    def __init__(self, output: str, manifest: dict[str, Any]):
-        """Begin, or continue an earlier run with the same `manifest` of all that determines its figures.
-
-        Raise InputError if the earlier run had other settings, models, prompts, libraries or another device.
-        """
-        self._directory = Path(output) / DIRECTORY
-        settle_manifest(self._directory, manifest)
-
-    def kept(self, kind: type[T], *key: object) -> T | None:
-        """Return a finished unit's result, read as `kind`; None if it is not finished, or damaged."""
-        try:
-            return read(kind, self._path(key))
-        except FileNotFoundError:
-            return None
-        except InputError as error:
-            logger.warning("%s; it is done again", error)
-            return None
-
-    def keep(self, *key: object, value: Any) -> None:
-        """Store a unit's result, in plain JSON types."""
-        write_atomically(self._path(key), json.dumps(value))
-
-    def remove(self) -> None:
-        """Remove all units."""
-        remove(self._directory)
-
-    def _path(self, key: tuple[object, ...]) -> Path:
-        return self._directory / f"{quote('-'.join(map(str, key)), safe='')}.json"
-
-
-class Unfinished(Kept):
-    """The finished units of work of a run, and its failures.
+class Unfinished:
+    """The finished units of work of a run, each a file in a hidden directory of the output, and its failures.
 
     All that was timed together is one unit, so that no speed-up mixes two processes.
     """
 
     def __init__(self, config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]):
+        """Begin, or continue an earlier run; raise InputError if that one had other settings, models or prompts."""
         self.failures: list[Failure] = []
         self.errors: list[Exception] = []
-        super().__init__(config.output, _manifest(config, pair, prompts, encoded))
+        self._directory = self.directory(config)
+        settle_manifest(self._directory, _manifest(config, pair, prompts, encoded))
 
     @staticmethod
     def directory(config: MeasureConfig) -> Path:
@@ -102,10 +71,27 @@ class Unfinished(Kept):
             self.failures.append(Failure(part, first_line(error), exit_code=2 if is_expected else 1))
             self.errors.append(error.with_traceback(None))  # a traceback would hold the memory that ran out
 
+    def kept(self, kind: type[T], *key: object) -> T | None:
+        """Return a finished unit's result, read as `kind`; None if it is not finished, or damaged."""
+        try:
+            return read(kind, self._path(key))
+        except FileNotFoundError:
+            return None
+        except InputError as error:
+            logger.warning("%s; it is done again", error)
+            return None
+
+    def keep(self, *key: object, value: Any) -> None:
+        """Store a unit's result, in plain JSON types."""
+        write_atomically(self._path(key), json.dumps(value))
+
+    def _path(self, key: tuple[object, ...]) -> Path:
+        return self._directory / f"{quote('-'.join(map(str, key)), safe='')}.json"
+
     def end(self) -> None:
         """Remove the files, unless a part failed that another run may finish."""
         if not self.failures:
-            self.remove()
+            remove(self._directory)
 
 
 def _manifest(

@@ -11,6 +11,7 @@ from gemma import IMAGE, gemma_tokenizer, save_gemma, tiny_gemma
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli
+from draftsmith.train.cli import flags_of
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.shards import COLUMNS
 
@@ -60,7 +61,7 @@ def command(made, tmp_path, capfd):
         }[name]
         given |= fields
         capfd.readouterr()
-        code = cli.main([name, *(str(p) for k, v in given.items() if v is not None for p in (f"--{k}", v))])
+        code = cli.main([name, *flags_of({k: v for k, v in given.items() if v is not None})])
         return code, capfd.readouterr().err
 
     return run

@@ -12,7 +12,7 @@ from pipelines import configured, furthest, history, measured_on_what_it_learns,
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
-from draftsmith.train.cli import run
+from draftsmith.train.cli import flags_of, run
 from draftsmith.train.teacher import cache_reader, distribution_shards
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, ca
     training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
     argv = ["--target", str(cached / "target"), "--draft", str(pipeline / "draft"), "--temperature", "0.8"]
     argv += ["--completions", f"[{pipeline / 'short'}]", "--teacher_cache", f"[{cached / 'top'}]"]
-    argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
+    argv += flags_of({f"training.{name}": value for name, value in training.items()})
 
     refused = {
         "temperature: expected 0.8, which": ("--temperature", "1"),

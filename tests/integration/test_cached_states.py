@@ -16,7 +16,7 @@ from draftsmith.distill import __main__ as distill
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.heads import __main__ as medusa
-from draftsmith.train.cli import run
+from draftsmith.train.cli import flags_of, run
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 TRAINING = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
@@ -176,7 +176,7 @@ def test_the_command_trains_on_a_cache(pipeline, cached, tmp_path):
     training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
     argv = ["--target", str(pipeline / "target"), "--completions", f"[{pipeline / 'short'}]", "--layer_ids", "[1, 2]"]
     argv += ["--teacher_cache", f"[{cached / 'half'}]"]
-    argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
+    argv += flags_of({f"training.{name}": value for name, value in training.items()})
     with listened() as heard:
         assert run(lambda: eagle.main(argv)) == 0
     heard.require(

@@ -109,6 +109,24 @@ def served(running: Served) -> Iterator[Served]:
     yield running
 
 
+class Held:
+    """A stub's answer that ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def __call__(self, exchange: Exchange) -> None:
+        if not exchange.body.get("stream"):
+            self.go.wait(60)
+            exchange.whole()
+            return
+        exchange.begin()
+        exchange.part("first")
+        self.go.wait(60)
+        exchange.part(" and last")
+        exchange.finish()
+
+
 def pair(response: httpx2.Response) -> str:
     return response.headers["x-draftsmith-pair"]
 
@@ -116,6 +134,8 @@ def pair(response: httpx2.Response) -> str:
 def test_requests_are_routed_by_model_category_and_keyword(served):
     assert pair(served.ask()) == "a"
     assert pair(served.ask(model="small")) == "c"
+    assert served.stubs["a1"].keys + served.stubs["a2"].keys == ["Bearer server-key"]  # and never the client's
+    assert served.stubs["c"].keys == [None]
     assert pair(served.ask(metadata={"category": "code"})) == "b"
     assert pair(served.ask("Write SQL.")) == "b"
     answer = served.ask(model="large")
@@ -127,46 +147,13 @@ def test_requests_are_routed_by_model_category_and_keyword(served):
     assert served.stubs["c"].asked[-1]["model"] == "small"
 
 
-def test_a_server_gets_its_own_key_and_never_the_clients(served):
-    served.ask()
-    served.ask(model="small")
-    assert served.stubs["a1"].keys + served.stubs["a2"].keys == ["Bearer server-key"]
-    assert served.stubs["c"].keys == [None]
-
-
-def test_load_moves_requests_to_the_other_pair_and_spreads_them_over_replicas(served):
-    go = threading.Event()
-
-    def held(exchange: Exchange) -> None:
-        go.wait(60)
-        exchange.whole()
-
-    stubs = served.stubs
-    stubs["a1"].answer = stubs["a2"].answer = held
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(served.ask) for _ in range(2)]
-        wait_until(lambda: len(stubs["a1"].asked) == 1 and len(stubs["a2"].asked) == 1)
-        assert metric(served.url, "in_flight", pair="a") == 2
-        assert pair(served.ask()) == "b"
-        go.set()
-        assert [pair(each.result()) for each in waiting] == ["a", "a"]
-    wait_until(served.idle)
-    assert pair(served.ask()) == "a"
-
-
 def test_a_full_pair_is_429(served):
-    go = threading.Event()
-
-    def held(exchange: Exchange) -> None:
-        go.wait(60)
-        exchange.whole()
-
-    served.stubs["c"].answer = held
+    held = served.stubs["c"].answer = Held()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(served.ask, model="small")
         wait_until(lambda: len(served.stubs["c"].asked) == 1)
         refused = served.ask(model="small")
-        go.set()
+        held.go.set()
         assert first.result().status_code == 200
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
@@ -359,23 +346,14 @@ def test_the_log_becomes_completions_to_distil_from(served, tmp_path):
 
 
 def test_a_signal_lets_requests_end_and_the_log_has_them(served):
-    go = threading.Event()
-
-    def held(exchange: Exchange) -> None:
-        exchange.begin()
-        exchange.part("first")
-        go.wait(60)
-        exchange.part(" and last")
-        exchange.finish()
-
-    served.stubs["c"].answer = held
+    held = served.stubs["c"].answer = Held()
     process, before = served.process, len(served.lines())
     with served.stream(model="small") as response:
         parts = response.iter_bytes()
         assert b"first" in next(parts)
         process.send_signal(signal.SIGTERM)
         wait_until(served.refuses)
-        go.set()
+        held.go.set()
         assert b"".join(parts).endswith(b"data: [DONE]\n\n")
     assert process.wait(240) == 0
     served.process = None  # a test that comes later starts another

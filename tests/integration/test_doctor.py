@@ -29,6 +29,7 @@ from draftsmith.scripts.doctor import costs as pair_costs
 from draftsmith.scripts.doctor.command import main
 from draftsmith.scripts.doctor.findings import Finding, report
 from draftsmith.scripts.doctor.loss_masks import MaskedSample, Samples, bracketed, check_masks, coloured
+from draftsmith.train.cli import flags_of
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_model, load_tokenizer
@@ -42,7 +43,7 @@ def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], s
     """
     given = {"target": target, "dtype": "float32"} | ({"draft": draft} if draft else {}) | options
     capsys.readouterr()  # what saving the models said
-    code = main([part for name, value in given.items() for part in (f"--{name}", str(value))])
+    code = main(flags_of(given))
     out, err = capsys.readouterr()
     head, _, rest = out.partition("\n\n")
     lines = {}

@@ -10,6 +10,7 @@ from gemma import IMAGE, gemma_tokenizer
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
+from draftsmith.train.cli import flags_of
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.generate import prepare
 from draftsmith.train.endpoint.client import ServedCompletion as Served
@@ -56,7 +57,7 @@ def test_text_is_tokenized_again_and_what_may_differ_is_counted(
     assert caplog.text.count("gives no token ids, so its text is tokenized again") == 2  # once a run
     cfg = remote("printed")
     flags = {name: getattr(cfg, name) for name in ("target", "prompts", "output", "endpoint", "max_new_tokens")}
-    main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
+    main(flags_of(flags))
     assert "completions may differ from what the target wrote" in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
-from draftsmith.train.cli import run
+from draftsmith.train.cli import flags_of, run
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.job.lock import lock_directory
 
@@ -40,7 +40,7 @@ def arguments(pipeline, output, alone=False, **options) -> list[str]:
         "completions": f"[{pipeline / 'long'}]",
     } | options
     options |= {f"training.{name}": value for name, value in training.items()}
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return flags_of(options)
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,17 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import ValidTable
-from draftsmith.decode.measurement.server_counts import ServerCounts, possible
+from draftsmith.decode.measurement.server_counts import possible
 from draftsmith.decode.validation import read
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts.engines.certify.config import CertifyConfig
-from draftsmith.scripts.engines.certify.servers import TextStore
 from draftsmith.scripts.engines.client import identify_engine, metrics_of
 from draftsmith.scripts.engines.offline.jobs import Answer as EngineAnswer
 from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_of
 from draftsmith.scripts.measure.cost_file import CostFile
-from draftsmith.scripts.measure.server.load import RequestRecord
-from draftsmith.scripts.measure.server.observe import ServerTurn
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.report.rounds import read_rounds
 from draftsmith.scripts.services.coordinate.config import ServedPair
@@ -129,13 +126,6 @@ def engine(said: Any) -> None:
     assert said.draft_tokens is None or said.draft_tokens >= 0
 
 
-def blocks(taken: dict[str, ServerTurn]) -> None:
-    for block in taken.values():
-        possible(block.counters)
-        assert 0 < block.seconds < math.inf and all(record.tokens > 0 for record in block.records)
-        assert all(0 < record.ended < math.inf for record in block.records)
-
-
 def speeds(rates: Any) -> None:
     for by_category in rates.by_temperature.values():
         assert all(0 < rate < math.inf for column in by_category.values() for rate in column)
@@ -167,9 +157,6 @@ def finite_batch(batch: dict[str, torch.Tensor]) -> None:
     assert all(not values.is_floating_point() or values.isfinite().all() for values in batch["teacher"].values())
 
 
-COUNTS = ServerCounts(3, 6, 2, (1, 1))
-RECORD = RequestRecord(0, 4, 0.1, 0.2, 0.3, [1, 3], "length", [1], [1, 2, 3, 4], None, COUNTS)
-BLOCK = ServerTurn([RECORD], 1.5, COUNTS, 4, False)
 GROUP = Group([Row(0, [1, 2], Counts(2, 2, 0, (0,), (2,), (2,), 2))], 0.5)
 PART = [
     {"choices": [{"text": "a", "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": None}]},
@@ -254,16 +241,10 @@ READERS: dict[str, Reader] = {
     ),
     "a request for drafts": Reader(lines(DRAFTS), lambda path: decode(DraftRequest, path.read_bytes())),
     "a draft service": Reader(lines(SERVICE), lambda path: decode(Service, path.read_bytes())),
-    "a kept block": Reader(lines({"server": BLOCK.to_dict()}), lambda path: read(dict[str, ServerTurn], path), blocks),
     "a kept batch": Reader(lines([asdict(GROUP)]), lambda path: read(list[Group], path)),
     "kept costs": Reader(lines([TABLE]), lambda path: read(list[ValidTable], path)),
     "a kept certificate": Reader(lines(asdict(Certificate(p_value=0.5))), lambda path: read(Certificate, path)),
     "kept settings": Reader(lines(asdict(Settings("float32", 1, False, None))), lambda path: read(Settings, path)),
-    "kept texts": Reader(
-        lines([0.0, 0, [1, 2], "stop"], [1.0, 3, [4], "length"]),
-        lambda path: TextStore(path, MOST, 300).texts,
-        lambda texts: [ids_below(300, tokens) for tokens, _ in texts.values()],
-    ),
     "costs.json": Reader(lines(COST_FILE), lambda path: read(CostFile, path, "costs")),
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),

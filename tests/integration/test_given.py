@@ -8,6 +8,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
+from draftsmith.train.cli import flags_of
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.chat.masks import LATER, mask_conversation
 from draftsmith.train.data.examples import training_examples
@@ -45,7 +46,7 @@ def described(pair_dirs, tmp_path):
 
 def flags(cfg: PrepareConfig) -> list[str]:
     names = ("target", "prompts", "output", "shard_size", "answers")
-    return [part for name in names for part in (f"--{name}", str(getattr(cfg, name)))]
+    return flags_of({name: getattr(cfg, name) for name in names})
 
 
 def conversation(*turns: str) -> list[dict]:

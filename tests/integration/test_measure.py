@@ -39,6 +39,7 @@ from draftsmith.scripts.report.schema import report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.report.words import turns
+from draftsmith.train.cli import flags_of
 from draftsmith.train.runs import save_model
 
 PROMPTS = [("def f(x):", "code"), ("import os", "code"), ("a story of x", "prose"), ("self", None)]
@@ -532,7 +533,7 @@ def test_costs_are_used_again(measured, root, tmp_path, monkeypatch):
 
 def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_path, capsys, stopped):
     costs = json.loads((root / "out/costs.json").read_text())
-    argv = flags_of(root, tmp_path, draft=root / "draft", costs=tmp_path / "costs.json")
+    argv = arguments(root, tmp_path, draft=root / "draft", costs=tmp_path / "costs.json")
     environment, drafters = costs["environment"], costs["drafters"]
     others = {"draft": drafters["draft"] | {"parameters": 9}}
     for wrong, named in [
@@ -554,17 +555,17 @@ def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_
     assert "costs: expected a file that `measure` wrote at " in fails(capsys, argv)
 
 
-def flags_of(root, output, **settings) -> list[str]:
+def arguments(root, output, **settings) -> list[str]:
     fixed = {"target": root / "target", "prompts": root / "prompts.jsonl", "output": output / "out"}
     fixed |= {"dtype": "float32", "draft_length": 2, "max_new_tokens": NEW, "costs": "none"}
     fixed |= {"compiled": "false"}
-    return [part for name, value in (fixed | settings).items() for part in (f"--{name}", str(value))]
+    return flags_of(fixed | settings)
 
 
 def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
     drafts = json.dumps([str(root / "bad"), str(root / "target")])
-    argv = flags_of(root, tmp_path, draft=drafts, baseline_draft=root / "stock", min_gain=0.1, min_speedup=0.001)
+    argv = arguments(root, tmp_path, draft=drafts, baseline_draft=root / "stock", min_gain=0.1, min_speedup=0.001)
     assert main(argv) == 0
     report = valid(tmp_path / "out")
     # Several drafts are called by the ends of their paths.
@@ -584,7 +585,7 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
-    argv = flags_of(root, tmp_path, draft=root / "bad", baseline_draft=root / "draft", min_gain=0, confidence=0.9)
+    argv = arguments(root, tmp_path, draft=root / "bad", baseline_draft=root / "draft", min_gain=0, confidence=0.9)
     assert main([*argv, "--min-speedup", "1000"]) == 3
     report = valid(tmp_path / "out")
     assert report["gate"]["passed"] is report["recommendation"]["go"] is False
@@ -628,10 +629,10 @@ def test_the_table_fits_80_columns(measured, tmp_path):
 
 
 def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
-    argv = flags_of(root, tmp_path, draft=root / "draft")
+    argv = arguments(root, tmp_path, draft=root / "draft")
     strangers = tmp_path / "strangers"
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(strangers)
-    assert "drafter: expected at least one drafter, found none" in fails(capsys, flags_of(root, tmp_path))
+    assert "drafter: expected at least one drafter, found none" in fails(capsys, arguments(root, tmp_path))
     for flags, named in [
         (["--draft_length", "4,0"], "draft_length: "),
         (["--draft_length", "many"], "draft_length: "),

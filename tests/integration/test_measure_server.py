@@ -218,46 +218,13 @@ def test_what_a_draft_length_of_0_costs_is_measured(measure, prompts):
     assert code == 2 and "draft_length: expected a server that drafts nothing" in last_line(err)
 
 
-def test_a_server_that_dies_leaves_the_finished_part(measure, prompts):
-    """One setting is whole, the other is not; the same command asks only for what is missing."""
-    with simulated_server(dies_after=COUNT + 5) as server:
-        code, report, err = measure(server, prompts, "--concurrency", "1,2")
-        assert code == 1 and not report["recommendation"]["go"]
-        assert len(report["runs"]) == 1 and report["failures"][0]["exit_code"] == 1
-        line = last_line(err)
-        assert line.startswith("error: server: expected an answer") and "run the same command again" in line
-        asked, server.dies_after = len(server.asked), None
-        code, report, _ = measure(server, prompts, "--concurrency", "1,2")
-        assert code == 0 and len(report["runs"]) == 2 and not report["failures"]
-        assert COUNT - 5 <= len(server.asked) - asked < COUNT
-        assert "earlier run" in report["server"]["warnings"][0]
-
-
-def test_a_server_that_dies_at_once_leaves_no_report(measure, prompts):
-    with simulated_server(dies_after=3) as server:
-        code, report, err = measure(server, prompts)
-        assert code == 1 and report is None and "error: server" in last_line(err)
-        server.dies_after = None
-        assert measure(server, prompts)[0] == 0
-
-
-def test_an_interrupt_keeps_what_was_measured(measure, prompts, monkeypatch):
-    keep, kept = observe.Kept.keep, []
-
-    def interrupted(self, *key, value):
-        keep(self, *key, value=value)
-        kept.append(key)
-        if len(kept) == 4:
-            raise KeyboardInterrupt
-
-    with simulated_server() as server:
-        monkeypatch.setattr(observe.Kept, "keep", interrupted)
-        code, report, err = measure(server, prompts)
-        assert code == 130 and report is None and "the turns that were measured are kept" in last_line(err)
-        asked = len(server.asked)
-        code, report, _ = measure(server, prompts)
-        assert code == 0 and len(server.asked) == COUNT > asked
-    check_run(report, server)
+def test_a_server_that_dies_leaves_the_finished_settings(measure, prompts):
+    for answers, settings in ((3, 0), (COUNT + 5, 1)):
+        with simulated_server(dies_after=answers) as server:
+            code, report, err = measure(server, prompts, "--concurrency", "1,2")
+        assert code == 1 and last_line(err).startswith("error: server: expected an answer")
+        assert (report is not None) == bool(settings)
+    assert len(report["runs"]) == 1 and report["failures"][0]["exit_code"] == 1 and not report["recommendation"]["go"]
 
 
 @pytest.mark.parametrize("reading", [8, 9, 10])

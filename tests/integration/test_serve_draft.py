@@ -1,7 +1,6 @@
 """The draft service: what it answers to many at once, what it refuses, and how it ends."""
 
 import asyncio
-import shutil
 import socket
 import threading
 import time
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 from conftest import tiny_llama
 from draft_service import draft_service, totals
 from engine import free_port
 from prometheus_client import generate_latest
-from transformers import AutoModelForCausalLM
+from unit.scripts.services.serve_draft.test_texts import chain
 
 from draftsmith.decode import PromptLookupProposer, Switch
 from draftsmith.scripts import cli
@@ -28,14 +26,6 @@ from draftsmith.scripts.services.serve_draft.worker import PREFIX, PendingDrafts
 from draftsmith.train.files import move_link
 
 MAX_LENGTH = 200
-
-
-@torch.inference_mode()
-def chain(model, text: list[int], length: int) -> list[int]:
-    whole = list(text)
-    for _ in range(length):
-        whole.append(int(model(torch.tensor([whole]), use_cache=False).logits[0, -1].argmax()))
-    return whole[len(text) :]
 
 
 def request(client: str, *rows: DraftRow, ended: tuple[int, ...] = ()) -> DraftRequest:
@@ -232,8 +222,10 @@ def post(url: str, body: bytes, **headers: str) -> httpx2.Response:
 
 
 @pytest.mark.slow
-def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, capsys):
-    port, model, failures = free_port(), tiny_llama(3), []
+def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(tiny, tmp_path, capsys):
+    """A hybrid, which copies nothing from texts as short as the clients'."""
+    port, model, failures, link = free_port(), tiny_llama(3), [], tmp_path / "current"
+    link.symlink_to(tiny, target_is_directory=True)
     url = f"http://127.0.0.1:{port}"
 
     def client(name: str, first: int) -> None:
@@ -246,7 +238,8 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
             told = len(text)
             text += [*drafted[: first % 4], first]
 
-    with draft_service(tiny, port, tmp_path / "log", "--max-batch", "4", "--cache_tokens", "600") as process:
+    drafter, flags = f"hybrid:suffix+{link}@match=30", ("--max-batch", "4", "--cache_tokens", "600")
+    with draft_service(drafter, port, tmp_path / "log", *flags) as process:
         threads = [threading.Thread(target=client, args=(f"c{i}", i)) for i in range(5)]
         for thread in threads:
             thread.start()
@@ -254,7 +247,8 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
             thread.join()
         assert not failures
         assert httpx2.get(f"{url}/health").json() == {
-            "version": 2, "model": tiny.name, "vocab_size": 97, "max_length": 512, "max_rows": 4, "max_draft_length": 16
+            "version": 2, "model": "suffix+current", "vocab_size": 97, "max_length": 512, "max_rows": 4,
+            "max_draft_length": 16,
         }  # fmt: skip
         assert httpx2.get(f"{url}/propose").status_code == 405 and httpx2.get(f"{url}/docs").status_code == 404
         assert post(url, b"{").status_code == 400
@@ -270,6 +264,17 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
             endless.sendall(half[:30] + b"x" * 2**24)
         assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
         assert post(url, protocol.encode(request("late", DraftRow(1, 0, [5], 1)))).status_code == 200
+        text = list(range(20, 60))
+        (copied,) = post(url, protocol.encode(request("late", DraftRow(2, 0, text + text[:32], 1)))).json()["drafts"]
+        assert copied == [52]
+        (tmp_path / "new").mkdir()
+        (other := tiny_llama(7)).save_pretrained(tmp_path / "new")
+        move_link(link, str(tmp_path / "new"))
+        while f"serving {(tmp_path / 'new').resolve()} now" not in (tmp_path / "log").read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        (drafted,) = post(url, protocol.encode(request("late", DraftRow(3, 0, [5, 6], 3)))).json()["drafts"]
+        assert drafted == chain(other, [5, 6], 3)
         process.terminate()  # in the middle of a hundred requests
         assert process.wait(30) == 0
         for connection in half_open:
@@ -277,42 +282,6 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path, c
     log = (tmp_path / "log").read_text()
     assert f"on {url}: texts of up to 512 tokens, a cache of 600 tokens (0 MiB)" in log and log.endswith("ended\n")
     assert "Traceback" not in log
-
-
-@pytest.mark.slow
-def test_the_command_serves_a_hybrid_that_learns(pair_dirs, tmp_path):
-    port, (_, directory) = free_port(), pair_dirs
-    url, model = f"http://127.0.0.1:{port}", AutoModelForCausalLM.from_pretrained(directory).eval()
-    written = [10, 11, 12, 13, 14, 15, 9, 10, 11, 12]
-
-    def ask(client: str, text: list[int], ended: tuple[int, ...] = ()) -> list[int]:
-        body = protocol.encode(request(client, DraftRow(len(text), 0, text, 3), ended=ended))
-        return post(url, body).json()["drafts"][0]
-
-    link = tmp_path / "current"
-    link.symlink_to(directory, target_is_directory=True)
-    drafter, flags = f"hybrid:suffix+{link}@match=3,score=0.5", ("--max-length", "200", "--learn")
-    with draft_service(drafter, port, tmp_path / "log", *flags) as process:
-        assert httpx2.get(f"{url}/health").json()["model"] == "suffix+current"
-        assert ask("a", written) == [13, 14, 15]
-        assert ask("b", [3, 13, 14, 15]) == chain(model, [3, 13, 14, 15], 3)
-        assert ask("a", [5, 6], ended=(len(written),)) == chain(model, [5, 6], 3)
-        assert ask("b", [4, 4, 13, 14, 15]) == [9, 10, 11]  # what the other client's text has there
-        counted = totals(httpx2.get(f"{url}/metrics").text, f"{PREFIX}_")
-        assert (counted["rows_total"], counted["copied_drafts_total"]) == (4, 2)
-        new = tmp_path / "new"
-        shutil.copytree(directory, new)
-        (other := tiny_llama(7, model.config.vocab_size)).save_pretrained(new)
-        move_link(link, str(new))
-        while f"serving {new.resolve()} now" not in (tmp_path / "log").read_text():
-            assert process.poll() is None
-            time.sleep(0.05)
-        assert ask("b", [3, 13, 14, 8]) == chain(other, [3, 13, 14, 8], 3)
-        assert ask("b", [4, 4, 13, 14, 15]) == [9, 10, 11]  # what was learned is known to the new one, too
-        process.terminate()
-        assert process.wait(30) == 0
-    log = (tmp_path / "log").read_text()
-    assert f"serving suffix+current on {url}" in log and "Traceback" not in log
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from local_server import answering
@@ -16,7 +15,7 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.adapt.config import AdaptConfig
 from draftsmith.scripts.adapt.traffic import read_traffic
 from draftsmith.scripts.engines.certify.config import CertifyConfig
-from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, TextStore
+from draftsmith.scripts.engines.certify.servers import Servers, TextRequest
 from draftsmith.scripts.engines.client import Engine
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import MeasuredServer, records_of
@@ -137,12 +136,9 @@ async def measured(client: Client, path: str, settings: dict):
 
 
 async def certified(client: Client, path: str, settings: dict):
-    config, folder = CertifyConfig(server=client.url, target="t", **settings), Path(settings["output"])
-    (folder / "texts.jsonl").unlink(missing_ok=True)
-    store = TextStore(folder / "texts.jsonl", config.max_new_tokens, None)
-    servers = Servers(config, [asked(path)], [], None, folder, models={"server": MODEL})
-    await servers.ask(client, [TextRequest(0.0, 0, 0)], store, lambda count: None)
-    return store.texts
+    config = CertifyConfig(server=client.url, target="t", **settings)
+    servers = Servers(config, [asked(path)], [], None, models={"server": MODEL})
+    return await servers.ask(client, [TextRequest(0.0, 0, 0)], 1, lambda count: None)
 
 
 @PATHS
@@ -162,7 +158,7 @@ def test_measure_and_certify_count_what_the_whole_answer_has(style, path, tmp_pa
             with pytest.raises(ServerFailure, match="ends with stop or length, found 'tool_calls'"):
                 served(pieces, certify)
         else:
-            assert served(pieces, certify) == {(0.0, 0): (list(range(written)), "length")}, name
+            assert served(pieces, certify) == {0: (list(range(written)), "length")}, name
 
 
 @PATHS

@@ -35,6 +35,7 @@ from draftsmith.scripts import pair
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import NOT_HERE
 from draftsmith.scripts.timed_settings import Settings, load_fastest
+from draftsmith.train.cli import flags_of
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import empty_model, load_model, load_tokenizer
@@ -93,7 +94,7 @@ def learned(place: Path, output: str) -> list[str]:
     training = {"output_dir": place / output, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": "true"}
     training |= {"report_to": "[]", "save_strategy": "no", "disable_tqdm": "true"}
     values |= {f"training.{name}": value for name, value in training.items()}
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return flags_of(values)
 
 
 def cached(place: Path, output: str, features: bool) -> list[str]:

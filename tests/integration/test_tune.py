@@ -17,8 +17,8 @@ from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.tune import command, switch
 from draftsmith.scripts.tune.command import TuneConfig, tune
 from draftsmith.scripts.tune.config import tune_config
-from draftsmith.scripts.tune.switch import _argument
 from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
+from draftsmith.train.cli import flags_of
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
@@ -57,7 +57,7 @@ def tuned(models, tokenizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         patch.setattr(command, "REFINED", 1)
-        assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
+        assert main(["tune", *flags_of(flags)]) == 0
     return json.loads((models / "out" / "tune.json").read_text(), object_hook=estimated)
 
 
@@ -121,25 +121,14 @@ def test_the_table_fits_and_says_what_to_take(tuned, capsys):
     assert len([line for line in table.splitlines() if "±" in line]) == len(tuned["levels"]) + 2  # exact, the title
 
 
-def test_all_prompts_are_decoded_in_every_setting_each_with_another_first(models, tmp_path, monkeypatch):
-    decoded = []
-    decode = command._decode
-
-    def counted(task, setting, first):
-        decoded.append((setting, first))
-        return decode(task, setting, first)
-
-    monkeypatch.setattr(command, "_decode", counted)
+def test_all_prompts_are_decoded_in_every_setting(models, tmp_path):
     levels = {"threshold": [0.05], "cascade": [0.0]}
     with listened() as heard:
         report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, levels=levels))
     heard.require("prompts", "warm-up", "tune", *LOADING)
-    # Four settings, which are warmed up first; five prompts, two at a time, in two turns at least.
-    turn, other = decoded[4:16], decoded[16:28]
-    assert [first for _, first in turn] == [0] * 4 + [2] * 4 + [4] * 4 and set(turn) == set(other)
-    assert len({turn[at][0] for at in (0, 4, 8)}) == 3
     for row in (report["plain"], report["exact"], *report["levels"]):
         assert row["counts"]["num_emitted_tokens"] == 8 * len(PROMPTS)
+        # Five prompts, two at a time.
         assert row["mean_acceptance_length"].n == 5 and row["speedup"].n == row["tokens_per_second"].n == 3
     assert report["chosen"] is None and "no departure was asked for" in report["reason"]
 
@@ -269,7 +258,7 @@ def switched(models):
         shorten(patch)
         patch.setattr(switch, "MATCHES", (1, 3, 99))
         patch.setattr(switch, "SCORES", (0.0, 2.0))
-        assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
+        assert main(["tune", *flags_of(flags)]) == 0
     return json.loads((models / "switch" / "switch.json").read_text(), object_hook=estimated)
 
 
@@ -325,10 +314,3 @@ def test_a_drafter_that_is_no_text_is_left_to_the_parser(tmp_path, value):
     path = tmp_path / "tune.yaml"
     path.write_text(f"drafter: {value}\n")
     assert tune_config(["--config", str(path)]) is TuneConfig
-
-
-def test_a_switch_is_written_as_it_was_found():
-    drafter = "hybrid:suffix+runs/a@b/draft@match=3"
-    written = "hybrid:suffix+runs/a@b/draft@match=4,score=0.3333333333333333,last=2"
-    assert _argument(drafter, Switch(4, 1 / 3), 2) == written
-    assert _argument("hybrid:suffix+runs/draft", Switch(4), None) == "hybrid:suffix+runs/draft@match=4,score=0.0"

@@ -7,6 +7,7 @@ import torch
 from fake_server import OTHER_END
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.train.cli import flags_of
 from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.data.generate import PrepareConfig
 
@@ -46,7 +47,7 @@ def write_prompts(path: Path, count: int) -> Path:
 
 def flags(config: PrepareConfig) -> list[str]:
     names = ("target", "prompts", "output", "max_new_tokens", "batch_size", "shard_size")
-    return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
+    return flags_of({name: getattr(config, name) for name in names})
 
 
 def contents(directory: Path | str) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.scripts.engines.certify import verdicts
 from draftsmith.scripts.engines.certify.config import CertifyConfig
-from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, requests_of, target_identity
+from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, Texts, requests_of, target_identity
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.checkpoint import end_of_sequence_ids
@@ -20,14 +20,15 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.files import remove, require_writable
+from draftsmith.train.files import require_writable
 from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, git_sha, write_json
-from draftsmith.train.runs import note_on_interrupt
 
 SCHEMA = "draftsmith.certificate/1"
-CERTIFICATE, KEPT = "certificate.json", ".unfinished"
+OTHER_BATCH = 4
+"""Requests at once where a plain server that was asked one at a time is asked again."""
+CERTIFICATE = "certificate.json"
 
 
 def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
 
     Raises:
         InputError: unusable models, prompts or settings, or a server that refuses them.
-        ServerFailure: a server fails; its answers are kept, and the same call continues.
+        ServerFailure: a server fails.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -46,10 +47,9 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     judge.require()
     with lock_directory(output):
         size = None if pair is None else pair.target.config.get_text_config().vocab_size
-        servers = Servers(config, questions, ends, size, output / KEPT)
+        servers = Servers(config, questions, ends, size)
         servers.begin()
-        with note_on_interrupt(servers.kept):
-            greedy, sampled = _judge(servers, judge, console)
+        greedy, sampled = _judge(servers, judge, console)
         passed = (greedy is None or bool(greedy.passed)) and all(verdict.passed for verdict in sampled)
         _say(console, "lossless, as far as tested" if passed else "not lossless")
         report = {
@@ -65,7 +65,6 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
             "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},
         }
         write_json(output / CERTIFICATE, report)
-        remove(output / KEPT)
     return report
 
 
@@ -80,21 +79,21 @@ def _judge(
         # With the target here, it judges the sampled texts; only T=0 is compared with the plain server.
         plain = servers.texts("plain_server", [r for r in requests if pair is None or r.temperature == 0])
 
-    def again() -> verdicts.Texts:
-        # In another order, so that rows meet others.
-        requests = [TextRequest(0, count + i, i) for i in reversed(range(count))]
-        return servers.texts("plain_server", requests).of(0)[count:]
+    def again() -> Texts:
+        # In another order and in batches of another size, so that kernels round otherwise.
+        requests = [TextRequest(0, i, i) for i in reversed(range(count))]
+        return servers.texts("plain_server", requests, OTHER_BATCH if config.concurrency == 1 else 1)[0]
 
     greedy, sampled = None, []
     for temperature in config.temperature:
-        reference = None if plain is None else plain.of(temperature)
+        reference = None if plain is None else plain.get(temperature)
         if temperature == 0:
-            greedy = judge.greedy(answers.of(0)[:count], reference and reference[:count], again)
+            greedy = judge.greedy(answers[0], reference, again)
             _say(console, f"T=0: {greedy.prompts_identical} of {count} texts identical")
             if greedy.reason:
                 _say(console, f"  {greedy.reason}")
         else:
-            sampled.append(judge.sampled(temperature, answers.of(temperature), reference))
+            sampled.append(judge.sampled(temperature, answers[temperature], reference))
             _show_sampled(console, sampled[-1])
     drafts = {name: counters.num_drafts for name, counters in servers.counters.items()}
     if drafts.get("server") == 0:
@@ -142,6 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = certify(config, Console())
     except ServerFailure as error:
-        print(f"error: {error}; the answers are kept, and the same command continues", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0 if report["passed"] else 3

@@ -15,11 +15,10 @@ from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.two_samples import two_sample_test
 from draftsmith.scripts.engines.certify.config import CertifyConfig
+from draftsmith.scripts.engines.certify.servers import Texts
 from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.kinds.drafter import Pair
 
-Texts = Sequence[tuple[list[int], str]]
-"""Token ids and why each text ended, in the order of their indices."""
 BATCH = 16
 MOST_NAMED = 3
 

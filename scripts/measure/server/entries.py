@@ -286,11 +286,6 @@ def _serving(
 def warnings_of(observed: Observed, accepted: Mapping[Setting, estimates.Acceptance]) -> list[str]:
     """Return one sentence for each warning, in the order of the settings."""
     warnings = []
-    if observed.resumed:
-        warnings.append(
-            "Some turns are of an earlier run of this command; whether the servers are still the same is not seen from "
-            "outside."
-        )
     for setting, figures in accepted.items():
         where = f"T = {setting[0]:g}, {setting[1]} at once"
         warnings += [f"{where}: {sentence}" for sentence in _unknown(observed, setting, figures)]

@@ -2,14 +2,10 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
-
-from pydantic import Field
+from dataclasses import dataclass
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
-from draftsmith.decode.validation import Amount, Count, Finite, TokenId
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.engines.client import Engine, ServerMetrics, identify_engine, metrics_of
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request, request_seed
@@ -25,23 +21,19 @@ class RequestRecord:
     the times of the first and last part (None for an empty answer). Servers may give no ids, and then `text` is set.
     """
 
-    prompt: Count
-    tokens: Annotated[Count, Field(ge=1)]
-    first: Finite | None
-    last: Finite | None
-    ended: Annotated[Amount, Field(gt=0)]
-    parts: list[Count]
+    prompt: int
+    tokens: int
+    first: float | None
+    last: float | None
+    ended: float
+    parts: list[int]
     """Tokens of each part; zeros if the server gives no ids."""
     finish_reason: str | None
-    prompt_ids: list[TokenId] | None
-    token_ids: list[TokenId] | None
+    prompt_ids: list[int] | None
+    token_ids: list[int] | None
     text: str | None
-    counts: Counted | None
+    counts: ServerCounts | None
     """The server's counts of this answer, if it gives them."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON types."""
-        return asdict(self) | {"counts": None if self.counts is None else self.counts.to_dict()}
 
 
 @dataclass

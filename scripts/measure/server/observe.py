@@ -1,24 +1,19 @@
 """A run of `measure --server`: servers answer blocks of prompts in turns, and counters are read around each."""
 
 import asyncio
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import track
-from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.engines.client import ServerMetrics
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import MeasuredServer, RequestRecord, records_of
-from draftsmith.scripts.measure.unfinished import SCHEMA, Kept, identified_prompts
 from draftsmith.scripts.report.entries import Role
 from draftsmith.scripts.report.types import Setting
 from draftsmith.train.checkpoint import load_generation_config, unapplied_settings
@@ -27,20 +22,11 @@ from draftsmith.train.data.prompts import encode_prompts
 from draftsmith.train.endpoint.client import Client, SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.models import load_config, load_tokenizer
-from draftsmith.train.provenance import git_sha
 
 BLOCKS = 10
 """Turns of a setting, enough for an interval over them."""
 READ_AGAIN, READ_FOR = 0.1, 5.0
 """Seconds between two readings of counters that must agree, and the longest wait for that."""
-FREE_TO_CHANGE = (
-    *("output", "expect", "expect_verifier", "min_speedup", "min_alpha", "confidence"),
-    *("drafter", "draft_length"),
-)
-UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
-"""Settings that name a file or server: the manifest compares its content."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,15 +37,10 @@ class ServerTurn:
     """
 
     records: list[RequestRecord]
-    seconds: Annotated[Amount, Field(gt=0)]
-    counters: Counted
-    generated_tokens: Count | None
+    seconds: float
+    counters: ServerCounts
+    generated_tokens: int | None
     busy: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the block as plain JSON types."""
-        records = [record.to_dict() for record in self.records]
-        return asdict(self) | {"records": records, "counters": self.counters.to_dict()}
 
 
 @dataclass
@@ -71,8 +52,6 @@ class Observed:
     servers: Mapping[Role, MeasuredServer]
     blocks: dict[Setting, dict[Role, list[ServerTurn]]] = field(default_factory=dict)
     """The turns of each finished setting: block i of one server is paired with block i of the other."""
-    resumed: bool = False
-    """True if some blocks are an earlier run's."""
     failure: ServerFailure | None = None
     """The failure that ended the run, and its setting."""
     failed: Setting | None = None
@@ -101,11 +80,10 @@ def read_load_prompts(config: MeasureServerConfig) -> list[SentPrompt]:
     return [SentPrompt(prompt, ids=ids) for prompt, ids in encoded]
 
 
-async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], kept: Kept | None = None) -> Observed:
+async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt]) -> Observed:
     """Ask the servers all prompts in each setting, block by block, by turns; a failing server ends the run.
 
-    `kept` holds finished blocks, by default in the output directory. Raise InputError if a server does not answer at
-    the start, or refuses, or the earlier run had other settings.
+    Raise InputError if a server does not answer at the start, or refuses.
     """
     async with AsyncExitStack() as stack:
         doors: dict[Role, MeasuredServer] = {}
@@ -121,49 +99,31 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt], ke
             for door in doors.values():
                 door.check(question)
         observed = Observed(config, prompts, doors)
-        kept = kept or Kept(config.output, _manifest(observed))
         for setting in config.settings:
             try:
-                observed.blocks[setting] = await _setting(setting, observed, kept)
+                observed.blocks[setting] = await _setting(setting, observed)
             except ServerFailure as error:
                 observed.failure, observed.failed = error, setting
                 break
     return observed
 
 
-async def _setting(setting: Setting, observed: Observed, kept: Kept) -> dict[Role, list[ServerTurn]]:
+async def _setting(setting: Setting, observed: Observed) -> dict[Role, list[ServerTurn]]:
     config, doors, (temperature, concurrency) = observed.config, observed.servers, setting
     # Each turn has at least as many prompts as requests at once, if there are enough.
     count = len(observed.prompts)
     indices = np.array_split(np.arange(count), max(1, min(BLOCKS, count // concurrency)))
     done: dict[Role, list[ServerTurn]] = {role: [] for role in doors}
-    warm = False
+    if config.warm_up:  # the first requests compile, and fill caches
+        last = {i: observed.prompts[-1 - i % count] for i in range(config.warm_up)}
+        for door in doors.values():
+            await records_of(door, last, *setting)
     for i in track(range(len(indices)), f"T={temperature:g}, {concurrency} at once", "blocks"):
-        key = "server", temperature, concurrency, i
-        before = kept.kept(dict[Role, ServerTurn], *key)
-        if before is None or not _is_of(before, doors, indices[i]):
-            if not warm and config.warm_up:  # the first requests compile, and fill caches
-                last = {i: observed.prompts[-1 - i % count] for i in range(config.warm_up)}
-                for door in doors.values():
-                    await records_of(door, last, *setting)
-            warm = True
-            prompts = {int(index): observed.prompts[index] for index in indices[i]}
-            blocks: dict[Role, ServerTurn] = {}
-            # The order alternates, so that a machine that slows down slows both servers alike.
-            for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
-                blocks[role] = await _block(doors[role], prompts, setting)
-            kept.keep(*key, value={role: blocks[role].to_dict() for role in doors})
-        else:
-            blocks, observed.resumed = before, True
-        for role, block in blocks.items():
-            done[role].append(block)
+        prompts = {int(index): observed.prompts[index] for index in indices[i]}
+        # The order alternates, so that a machine that slows down slows both servers alike.
+        for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
+            done[role].append(await _block(doors[role], prompts, setting))
     return done
-
-
-def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], indices: np.ndarray) -> bool:
-    return blocks.keys() == set(roles) and all(
-        [record.prompt for record in block.records] == indices.tolist() for block in blocks.values()
-    )
 
 
 async def _block(door: MeasuredServer, prompts: Mapping[int, SentPrompt], setting: Setting) -> ServerTurn:
@@ -203,19 +163,3 @@ async def _settled(door: MeasuredServer) -> ServerMetrics:
         _counted(door.before, reading, door)
     door.before = reading
     return reading
-
-
-def _manifest(observed: Observed) -> dict[str, Any]:
-    config, server = observed.config, observed.servers["server"]
-    settings = {name: value for name, value in asdict(config).items() if name not in (*FREE_TO_CHANGE, *UNNAMED)}
-    sent = [
-        (question.prompt, question.ids or question.fields.get("prompt") or question.fields)
-        for question in observed.prompts
-    ]
-    return {
-        "schema": SCHEMA,
-        "settings": settings | {"baseline": "baseline_server" in observed.servers},
-        "target": {"path": config.server, "model": server.model} | asdict(server.engine),
-        "prompts": identified_prompts(config.prompts, sent),
-        "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},
-    }

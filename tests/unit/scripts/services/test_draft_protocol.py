@@ -117,18 +117,6 @@ def ids(found) -> list[int]:
     return [text.id for text in found]
 
 
-def test_a_row_goes_on():
-    texts = KnownTexts(8)
-    first = ids(texts.find(rows([1, 2], [3])))
-    assert first[0] != first[1] and ids(texts.find(rows([1, 2, 9], [3, 4, 5]))) == first
-
-
-def test_rows_that_change_places_are_told_apart():
-    texts = KnownTexts(8)
-    a, b = ids(texts.find(rows([1, 2], [3, 4])))
-    assert ids(texts.find(rows([3, 4, 5], [1, 2, 6]))) == [b, a]
-
-
 def test_an_ended_row_s_place_is_another_text():
     texts = KnownTexts(8)
     a, b = ids(texts.find(rows([1, 2, 3], [4, 5])))

@@ -13,7 +13,7 @@ from local_server import LocalHandler
 
 from draftsmith.scripts.services import draft_line
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_line import DraftLine, LineDown, ThrottledLog, checked_url
+from draftsmith.scripts.services.draft_line import ThrottledLog
 from draftsmith.scripts.services.remote_draft import FAILURES, PLAIN_ROUNDS, RemoteDraft
 
 SERVICE = protocol.Service(protocol.VERSION, "fake", 100, 50, 8, 8)
@@ -272,15 +272,6 @@ def test_the_key_is_sent_and_never_shown(service, caplog):
     assert keys == ["Bearer sesame"] and "403 not for Bearer ***" in caplog.text and "sesame" not in caplog.text
 
 
-def test_a_line_that_is_down_raises_at_once():
-    with socket.socket() as closed:  # bound, not listening
-        closed.bind(("127.0.0.1", 0))
-        line = DraftLine(checked_url(f"http://127.0.0.1:{closed.getsockname()[1]}"), 1.0)
-        line.start()
-        with pytest.raises(LineDown):
-            line.ask(b"")
-
-
 def test_the_log_is_told_once_a_minute(caplog):
     now = [0.0]
     say = ThrottledLog(logging.getLogger("seldom"), lambda: now[0])
@@ -291,14 +282,3 @@ def test_the_log_is_told_once_a_minute(caplog):
         say.info("well")
     # A thread of an earlier test may still log.
     assert [record.message for record in caplog.records if record.name == "seldom"] == ["at 0", "at 60", "well"]
-
-
-def test_bytes_of_a_round_do_not_grow_with_the_text(service):
-    drafter, sizes = up(remote(service.url)), []
-    for length in (20, 40):
-        batch = Batch(list(range(length)))
-        batch.drafts(drafter)
-        batch.write(0, [*range(length), 1])
-        batch.drafts(drafter)
-        sizes.append(len(protocol.encode(service.requests[-1])))
-    assert len(set(sizes)) == 1 and service.requests[-1].rows[0].start == 40

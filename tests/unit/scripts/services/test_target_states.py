@@ -15,7 +15,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from draftsmith.scripts.services import target_states
 from draftsmith.scripts.services.target_states import NAME as NAMES
 from draftsmith.scripts.services.target_states import ORPHANED, StatesConnector, StatesMiddleware
 from draftsmith.train.files import identity
@@ -226,18 +225,6 @@ def test_what_nobody_asked_for_is_removed_when_a_run_begins(client, tmp_path):
         fcntl.flock(reader, fcntl.LOCK_SH)
         assert client.get("/draftsmith/target").status_code == 200
     assert names(tmp_path) == sorted([*kept, *(f"{name}.lock" for name in kept), "mine.safetensors"])
-
-
-def test_a_run_does_not_look_for_old_states_with_each_of_its_own(client, tmp_path, monkeypatch):
-    looks = []
-    monkeypatch.setattr(target_states, "remove_orphans", looks.append)
-    for number in range(3):
-        write(tmp_path, f"{number}.safetensors")
-        assert client.get(f"/draftsmith/states/{number}.safetensors").status_code == 200
-    assert looks == [tmp_path]
-    monkeypatch.setattr(target_states, "LOOK", 0)
-    client.get("/draftsmith/states/0.safetensors")
-    assert looks == [tmp_path] * 2
 
 
 def test_states_may_be_taken_while_a_server_looks_for_old_ones(client, tmp_path, monkeypatch):
