@@ -1,7 +1,6 @@
 """The coordinator as an application of Ray Serve: `serve deploy configs/serve/ray.yaml`."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.coordinate.coordinator import Coordinator, predicted
 from draftsmith.scripts.services.coordinate.routing import Rates
 from draftsmith.scripts.services.http_server import open_socket
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import flags_of, parse_config
 
 
 @serve.deployment(name="coordinator", ray_actor_options={"num_cpus": 0}, graceful_shutdown_wait_loop_s=1.0)
@@ -38,7 +37,6 @@ class CoordinatorDeployment:
 
 def build(args: dict[str, Any]) -> Application:
     """Return the application for `serve deploy` from the fields of `CoordinatorConfig`, or `config`, a file of them."""
-    flags = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in args.items()]
-    config = parse_config(CoordinatorConfig, flags)
+    config = parse_config(CoordinatorConfig, flags_of(args))
     deployment: Any = CoordinatorDeployment  # which is more than its type shows
     return deployment.options(graceful_shutdown_timeout_s=config.timeout).bind(config, predicted(config))

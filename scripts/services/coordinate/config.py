@@ -109,8 +109,6 @@ class Log:
     """A .jsonl file, opened anew for each line, so that other programs may move it away."""
     redact: list[Redaction] = field(default_factory=list)
     """Replacements in prompts and answers, in this order."""
-    redact_with: str | None = None
-    """Your own function, applied to texts last: `package.module:function`, str → str."""
     token_ids: bool = False
     """Ask the servers for the token ids that they read and write (`return_token_ids`), which a draft then learns
     exactly. Clients get them too. Not with a redaction, because nothing can be redacted in them."""
@@ -118,9 +116,7 @@ class Log:
     def __post_init__(self) -> None:
         if not self.path.endswith(".jsonl"):
             raise InputError(f"log.path: expected a file named .jsonl, found {self.path!r}")
-        if self.redact_with is not None and not re.fullmatch(r"[\w.]+:\w+", self.redact_with):
-            raise InputError(f"log.redact_with: expected package.module:function, found {self.redact_with!r}")
-        if self.token_ids and (self.redact or self.redact_with is not None):
+        if self.token_ids and self.redact:
             raise InputError("log.token_ids: expected false with a redaction, found true")
 
 

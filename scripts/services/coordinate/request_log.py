@@ -6,13 +6,12 @@ Texts are redacted before they are written.
 import json
 import os
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import ServerMessage, TokenId, parse_answer, parse_json
 from draftsmith.scripts.services.coordinate.config import Log
 from draftsmith.scripts.services.coordinate.patterns import Pattern
@@ -74,29 +73,15 @@ class _Answer(ServerMessage):  # or an error, which has no choices
 
 
 def redactor(log: Log) -> Redactor | None:
-    """Return a function that redacts a text as configured, or None if nothing is.
-
-    Raises:
-        InputError: a user's function cannot be imported.
-    """
+    """Return a function that redacts a text as configured, or None if nothing is."""
     patterns = [(Pattern(rule.pattern, "log.redact.pattern", case=True), rule.replacement) for rule in log.redact]
-    user_function: Redactor | None = None
-    if log.redact_with is not None:
-        module, _, name = log.redact_with.partition(":")
-        try:
-            user_function = getattr(import_module(module), name)
-            if not callable(user_function):
-                raise TypeError(f"{type(user_function).__name__} {name}")
-        except Exception as error:  # the user's module may raise anything
-            found = first_line(error)
-            raise InputError(f"log.redact_with: expected a function that can be imported, found: {found}") from error
-    if not patterns and user_function is None:
+    if not patterns:
         return None
 
     def redact(text: str) -> str:
         for pattern, replacement in patterns:
             text = pattern.replaced(text, replacement)
-        return text if user_function is None else user_function(text)
+        return text
 
     return redact
 

@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import cached_numbers, check_rollback, positions_of, state_bytes
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.hybrid import HybridProposer
-from draftsmith.decode.proposers.suffix.proposer import SuffixProposer
-from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.services.draft_protocol import VERSION, Service
@@ -29,11 +27,9 @@ from draftsmith.train.endpoint.http import api_key
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind
-from draftsmith.train.kinds.untrained import Suffix, vocabulary_digest
 from draftsmith.train.models import load_draft, load_tokenizer
 
 KEEP_ALIVE = 120  # seconds that an idle connection stays open: a decoder without requests sends nothing
-STORE_BYTES = 1 << 27  # of learnt texts, if the drafter was given no store
 MAX_DRAFT_LENGTH = 16  # γ; a request for more gets this many
 GRACE = 5  # seconds for requests in flight when the service ends
 
@@ -53,7 +49,7 @@ class _Served:
 
 
 def _served(config: ServeDraftConfig) -> _Served:
-    """Return the drafter to serve; InputError if it needs the target's states, drafts trees, or cannot `learn`."""
+    """Return the drafter to serve; InputError if it needs the target's states or drafts trees."""
     (spec,) = drafter_specs(config.drafter)
     kind = kind_named(spec.kind)
     members = [(kind, spec)]
@@ -65,8 +61,6 @@ def _served(config: ServeDraftConfig) -> _Served:
     copies = [member for member, _ in first]
     if other := next((member for member in copies if not member.copies), None):
         raise InputError(f"drafter: expected drafters that copy before the draft model, found {other.title}")
-    if config.learn and Suffix.name not in (member.name for member in copies):
-        raise InputError(f"learn: expected a hybrid with {Suffix.name}, found {config.drafter[0]}")
     return _Served(spec, copies, str(last_spec.path))
 
 
@@ -80,16 +74,7 @@ def _copies_of(served: _Served, config: ServeDraftConfig, model: PreTrainedModel
     loading.models[served.path], loading.tokenizers[served.path] = model, tokenizer
     hybrid = kind_named(served.spec.kind).load(served.spec, loading).proposer
     assert isinstance(hybrid, HybridProposer)
-    stores: list[SuffixStore] = []
-    if config.learn:
-        new = SuffixStore(model.config.get_text_config().vocab_size, STORE_BYTES, vocabulary_digest(tokenizer))
-        for drafter in hybrid.first:
-            if isinstance(drafter, SuffixProposer):
-                if drafter.store is None:
-                    drafter.store = new
-                if drafter.store not in stores:
-                    stores.append(drafter.store)
-    return Copies(hybrid.first, hybrid.switch, stores, hybrid.last_length)
+    return Copies(hybrid.first, hybrid.switch, hybrid.last_length)
 
 
 def load_texts(config: ServeDraftConfig, directory: str | None = None, copying: bool = True) -> DraftTexts:

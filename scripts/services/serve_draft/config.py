@@ -22,9 +22,6 @@ class ServeDraftConfig(ModelOptions):
     """The draft model: a directory or hub id. Its tokenizer must be the target's. The target itself is not loaded, so
     drafters that need it cannot be served. Or a hybrid that ends with a draft model, such as
     hybrid:suffix+DIR@match=4: where its switch accepts a copy, the copy is the draft."""
-    learn: bool = False
-    """Add ended texts to the suffix drafter's store, so that other requests copy what they share. A client's drafts may
-    then contain another client's text. A store that the drafter was not given has 128 MiB at most, 8 bytes a token."""
     host: str = "127.0.0.1"
     """The address to listen at. Texts are sent unencrypted, so beyond this machine use a proxy that encrypts."""
     port: int = 8100

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, SavedRow, pad_right, returns_to, rotary_limit
 from draftsmith.decode.proposers.copied import CopyProposer, Evidence, Finder
-from draftsmith.decode.proposers.suffix.store import SuffixStore
 from draftsmith.decode.sampling import argmax
 from draftsmith.scripts.services.draft_protocol import DraftRow
 
@@ -30,33 +29,17 @@ LEAST_ROOM = 256  # the least capacity, in tokens, of the finders of copies
 class Copies:
     """Drafters that copy chains, in drafting order, and the switch that decides from evidence which draft to take.
 
-    Ended texts go into the `stores`. `last_length` limits the model's drafts where nothing is copied.
+    `last_length` limits the model's drafts where nothing is copied.
     """
 
     def __init__(
-        self, drafters: Sequence[CopyProposer], switch: Callable[[Evidence], bool],
-        stores: Sequence[SuffixStore] = (), last_length: int | None = None,
-    ):  # fmt: skip
-        self._drafters, self._switch, self._stores = drafters, switch, stores
-        self.last_length = last_length
-
-    @property
-    def learns(self) -> bool:
-        """True if ended texts are added to a store."""
-        return bool(self._stores)
+        self, drafters: Sequence[CopyProposer], switch: Callable[[Evidence], bool], last_length: int | None = None
+    ):
+        self._drafters, self._switch, self.last_length = drafters, switch, last_length
 
     def of_text(self, room: int) -> "CopiesOfText":
         """Return a finder of copies in a text of at most `room` tokens."""
         return CopiesOfText([drafter.finder(room) for drafter in self._drafters], self._switch, room)
-
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Add a text to the stores, split at tokens outside a store's vocabulary."""
-        text = np.array(tokens, dtype=np.int64)
-        for store in self._stores:
-            outside = np.flatnonzero(text >= store.vocab_size)
-            for piece in np.split(text, outside):
-                if len(piece := piece[piece < store.vocab_size]):
-                    store.add(piece)
 
 
 class CopiesOfText:
@@ -128,7 +111,6 @@ class DraftTexts:
         copies: Copies | None = None,
     ):  # fmt: skip
         self.copies = copies
-        self._ended: list[list[int]] = []  # texts to learn
         self.model, self.max_draft_length, self.cache_tokens = model, max_draft_length, cache_tokens
         limit = rotary_limit(model)
         self.max_length = max_length if limit is None else min(max_length, limit[1])
@@ -154,23 +136,13 @@ class DraftTexts:
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Drop texts; unknown keys are ignored."""
         for key in keys:
-            text = self._texts.pop(key, None)
-            if text is not None and self.copies is not None and self.copies.learns:
-                self._ended.append(text.tokens)
+            self._texts.pop(key, None)
         if not self._texts.keys() >= set(self._batch):
             self._put_aside()
-
-    def learn(self) -> None:
-        """Add the texts that were dropped since the last call to the stores, if the drafters learn."""
-        ended, self._ended = self._ended, []
-        for tokens in ended:
-            assert self.copies is not None
-            self.copies.learn(tokens)
 
     def clear(self) -> None:
         """Forget everything, because an error may have left a batch half written."""
         self._texts.clear()
-        self._ended.clear()
         self._batch, self._cache = [], None
 
     @torch.inference_mode()

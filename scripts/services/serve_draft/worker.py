@@ -118,10 +118,6 @@ class Worker(threading.Thread):
                 count = len(work.request.rows)
                 work.answer.set_result(drafts[:count])
                 drafts = drafts[count:]
-            try:
-                self._texts.learn()  # from ended texts, after the answers are out
-            except Exception:  # such as a lack of memory to sort a store
-                LOGGER.exception("expected to learn from ended texts, found an error; they are left out")
 
     def _take(self) -> list[PendingDrafts]:
         """Wait for requests, and return those that fit together, with each text once; empty at the end."""

@@ -97,21 +97,17 @@ def test_names_kinds_and_arguments(directories):
 
 
 @pytest.mark.parametrize(
-    ("text", "refusal"),
+    ("texts", "refusal"),
     [
-        ("oracle", "drafter: expected a directory, a hub id or one of .*prompt_lookup.*, found oracle"),
-        ("medusa", "drafter: expected medusa:DIR, found medusa without a directory"),
-        ("/nowhere", "drafter: expected a model directory or a hub id, found nothing at /nowhere"),
+        (["oracle"], "drafter: expected a directory, a hub id or one of .*prompt_lookup.*, found oracle"),
+        (["medusa"], "drafter: expected medusa:DIR, found medusa without a directory"),
+        (["/nowhere"], "drafter: expected a model directory or a hub id, found nothing at /nowhere"),
+        (["a=prompt_lookup", "a=lookahead"], "drafter: expected each name once, found a again"),
     ],
 )
-def test_what_is_no_drafter_is_refused(text, refusal):
+def test_what_is_no_drafter_is_refused(texts, refusal):
     with pytest.raises(InputError, match=refusal):
-        parse_drafter(text)
-
-
-def test_the_same_name_twice_is_refused():
-    with pytest.raises(InputError, match="drafter: expected each name once, found a again"):
-        drafter_specs(["a=prompt_lookup", "a=lookahead"])
+        drafter_specs(texts)
 
 
 def test_older_flags_are_aliases(tmp_path):

@@ -60,16 +60,6 @@ def test_parts_that_match_the_counters_give_the_interval():
     assert found.alpha() == own and own.n == len(PARTS) and own.value == sum(accepted) / (sum(accepted) + rejected)
 
 
-def test_parts_of_several_steps_are_no_source_of_a_figure():
-    turns = [
-        block([record(i, 1.0, [sum(parts)])], counters=steps_of([parts]), generated_tokens=sum(parts))
-        for i, parts in enumerate(PARTS)
-    ]
-    found = acceptance(observed({ONE: {"server": turns}}), ONE)
-    assert found.source == "counters" and not found.by_prompt
-    assert found.mean_acceptance_length().value == pytest.approx(1 + sum(map(sum, PARTS)) / 14 - 20 / 14)
-
-
 def test_what_is_accepted_beyond_the_end_counts_for_alpha_alone():
     """The server counts three tokens more than came in parts, and five steps of which all was accepted."""
     total = steps_of(PARTS)

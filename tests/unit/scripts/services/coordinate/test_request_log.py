@@ -201,14 +201,10 @@ def test_a_stream_without_its_end_is_no_answer(content):
     [
         (b'{"choices": [5]}', False, "answer: choices[0]: expected"),
         (b'{"choices": [{"message": "secret"}]}', False, "answer: choices[0].message: expected"),
-        (b'{"choices": "secret"}', False, "answer: choices: expected a list"),
-        (b'"secret"', False, "answer: expected"),
         (b"[" * 5000, False, "answer: expected JSON"),
         (events({"choices": [{"index": "secret", "delta": {}}]}), True, "answer: choices[0].index: expected a whole"),
         (events({"choices": [{"delta": {"content": ["secret"]}}]}), True, "answer: choices[0].delta.content: expected"),
-        (events({"choices": [{"delta": {"tool_calls": [5]}}]}), True, "answer: choices[0].delta.tool_calls[0]: exp"),
         (events({"choices": [{"delta": {"tool_calls": [{"function": 5}]}}]}), True, "answer: choices[0].delta.tool"),
-        (events({"choices": [5]}), True, "answer: choices[0]: expected"),
         (b"data: secret\n\ndata: [DONE]\n\n", True, "answer: expected JSON"),
     ],
 )
@@ -258,14 +254,12 @@ def test_a_redaction_that_would_backtrack_without_end_is_done_at_once():
 
 
 def test_texts_are_redacted_wherever_they_stand_and_who_asked_is_not_written():
-    redact = redactor(
-        Log("l.jsonl", [Redaction(r"\w+@\w+", "<mail>"), Redaction(r"(\d)\d+", r"\1…")], "textwrap:dedent")
-    )
+    redact = redactor(Log("l.jsonl", [Redaction(r"\w+@\w+", "<mail>"), Redaction(r"(\d)\d+", r"\1…")]))
     request = {
         "model": "m",
         "user": "somebody",
         "metadata": {"name": "a@b"},
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "  a@b is 1234"}]}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a@b is 1234"}]}],
     }
     line = record(request, {"choices": [{"message": {"content": "c@d"}, "finish_reason": "stop"}]}, {"id": "1"}, redact)
     assert line["request"] == {
@@ -278,14 +272,9 @@ def test_texts_are_redacted_wherever_they_stand_and_who_asked_is_not_written():
     assert (text["request"]["prompt"], text["response"]["choices"][0]["text"]) == ("<mail>", "<mail>")
 
 
-def test_a_redaction_that_cannot_be_loaded_is_refused():
-    with pytest.raises(InputError, match=r"^log\.redact_with: expected a function that can be imported"):
-        redactor(Log("l.jsonl", redact_with="textwrap:nothing"))
-    with pytest.raises(InputError, match=r"^log\.redact_with: expected package\.module:function"):
-        Log("l.jsonl", redact_with="os.system")
-    for redaction in ({"redact": [Redaction("secret", "…")]}, {"redact_with": "textwrap:dedent"}):
-        with pytest.raises(InputError, match=r"^log\.token_ids: expected false with a redaction, found true$"):
-            Log("l.jsonl", token_ids=True, **redaction)
+def test_a_redaction_that_cannot_be_is_refused():
+    with pytest.raises(InputError, match=r"^log\.token_ids: expected false with a redaction, found true$"):
+        Log("l.jsonl", [Redaction("secret", "…")], token_ids=True)
     with pytest.raises(InputError, match=r"^log\.redact\.replacement: expected a template"):
         Redaction("a", r"\2")
 

@@ -38,46 +38,30 @@ def test_a_hybrid_copies_where_its_switch_says_so(directory):
     assert ask(hybrid, short) == (ask(alone, short)[0], 0)
 
 
-def test_a_store_of_the_drafts_tokenizer_is_copied_from_and_learnt_into(directory, tokenizer, tmp_path):
+def test_a_store_of_the_drafts_tokenizer_is_copied_from(directory, tokenizer, tmp_path):
     store = SuffixStore(len(tokenizer), tokenizer=vocabulary_digest(tokenizer))
     store.add(EARLIER)
     store.save(tmp_path / "store")
     drafter = f"hybrid:suffix:2,{tmp_path / 'store'}+{directory}"
-    for learn in (False, True):
-        texts = loaded(drafter, learn=learn)
-        assert ask(texts, EARLIER[:3]) == ([13, 14], 1)
-        ask(texts, [20, 21, 22, 23])
-        texts.forget([0])
-        texts.learn()
-        assert ask(texts, [20, 21, 22], 1)[1] == learn
+    assert ask(loaded(drafter), EARLIER[:3]) == ([13, 14], 1)
     other = SuffixStore(len(tokenizer), tokenizer="another")
     other.save(tmp_path / "store")
     with pytest.raises(InputError, match="store: expected texts of the target's tokenizer"):
         loaded(drafter)
 
 
-def test_suffix_drafters_without_a_store_learn_together(directory):
-    texts = loaded(f"hybrid:suffix:9+prompt_lookup+suffix:2+{directory}", learn=True)
-    ask(texts, EARLIER)
-    texts.forget([0])
-    texts.learn()
-    assert ask(texts, EARLIER[:3]) == ([13, 14], 1)
-
-
 @pytest.mark.parametrize(
-    ("drafter", "learn", "words"),
+    ("drafter", "words"),
     [
-        ("hybrid:suffix+prompt_lookup", False, "drafter: expected a draft model, .* found n-grams"),
-        ("hybrid:suffix+run_ahead:DIR", False, "drafter: expected a draft model, .* found draft that runs ahead"),
-        ("hybrid:early_exit:1+DIR", False, "drafter: expected drafters that copy .* found an early exit"),
-        ("hybrid:DIR+DIR", False, "drafter: expected drafters that copy .* found draft model"),
-        ("hybrid:suffix+DIR@often", False, "drafter: expected match=TOKENS, .* found often"),
-        ("suffix", False, "drafter: expected a draft model, .* found suffix matches"),
-        ("DIR", True, "learn: expected a hybrid with suffix, found"),
-        ("hybrid:prompt_lookup+DIR", True, "learn: expected a hybrid with suffix, found hybrid:prompt_lookup"),
+        ("hybrid:suffix+prompt_lookup", "drafter: expected a draft model, .* found n-grams"),
+        ("hybrid:suffix+run_ahead:DIR", "drafter: expected a draft model, .* found draft that runs ahead"),
+        ("hybrid:early_exit:1+DIR", "drafter: expected drafters that copy .* found an early exit"),
+        ("hybrid:DIR+DIR", "drafter: expected drafters that copy .* found draft model"),
+        ("hybrid:suffix+DIR@often", "drafter: expected match=TOKENS, .* found often"),
+        ("suffix", "drafter: expected a draft model, .* found suffix matches"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(directory, drafter, learn, words):
+def test_what_cannot_be_served_is_refused_in_one_line(directory, drafter, words):
     with pytest.raises(InputError, match=words) as error:
-        loaded(drafter.replace("DIR", str(directory)), learn=learn)
+        loaded(drafter.replace("DIR", str(directory)))
     assert "\n" not in str(error.value)

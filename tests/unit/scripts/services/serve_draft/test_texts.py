@@ -15,7 +15,6 @@ from draftsmith.decode import (
     HybridProposer,
     PromptLookupProposer,
     SuffixProposer,
-    SuffixStore,
     Switch,
 )
 from draftsmith.decode.proposers.base import DraftTask
@@ -220,25 +219,3 @@ def test_a_copy_ends_before_a_token_that_no_draft_has(draft):
     other = VOCABULARY + 3
     assert texts.draft([0], [DraftRow(0, 0, [1, 2, 3, other, 5, 1, 2], 4)]) == [[3]]
     assert texts.draft([0], [DraftRow(0, 7, [3], 2)]) == [chain(draft, [1, 2, 3, 0, 5, 1, 2, 3], 2)]
-
-
-@pytest.mark.parametrize("how", ["ended", "evicted"])
-def test_what_one_text_wrote_is_copied_for_another(draft, how):
-    store = SuffixStore(VOCABULARY)
-    copies = Copies([SuffixProposer(store=store)], Switch(match=3), [store])
-    texts = DraftTexts(draft, 128, 8, 128, copies)
-    # No text has the other's end: a token that only the target has parts what is learnt.
-    first = [10, 11, 12, 13, 14, VOCABULARY + 1, 20, 21, 22, 23]
-    texts.draft([0], [DraftRow(0, 0, first, 0)])
-    ask = [DraftRow(1, 0, [3, 10, 11, 12], 4)]
-    assert texts.draft([1], ask) == [chain(draft, [3, 10, 11, 12], 4)]
-    if how == "ended":
-        texts.forget([0, 7])
-    else:
-        texts.draft([2], [DraftRow(2, 0, [5] * 115, 0)])
-    texts.learn()
-    assert texts.draft([1], ask) == [[13, 14]]
-    assert texts.draft([3], [DraftRow(3, 0, [20, 21, 22], 4)]) == [[23]]
-    texts.clear()
-    texts.learn()
-    assert len(store) == 11  # nothing more, with the ends of two texts
