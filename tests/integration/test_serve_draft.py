@@ -24,6 +24,7 @@ from draftsmith.scripts.services.serve_draft.follow import Follower
 from draftsmith.scripts.services.serve_draft.texts import Copies, DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import PREFIX, PendingDrafts, ServiceMetrics, Worker
 from draftsmith.train.files import move_link
+from draftsmith.train.runs import save_model
 
 MAX_LENGTH = 200
 
@@ -211,9 +212,9 @@ def test_another_draft_takes_the_place_of_the_one_that_is_served(draft, tmp_path
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("draft")
-    tiny_llama(3).save_pretrained(folder)
+    save_model(tiny_llama(3, len(tokenizer)), tokenizer, folder)
     return folder
 
 
@@ -222,9 +223,10 @@ def post(url: str, body: bytes, **headers: str) -> httpx2.Response:
 
 
 @pytest.mark.slow
-def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(tiny, tmp_path, capsys):
+def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(tiny, tokenizer, tmp_path, capsys):
     """A hybrid, which copies nothing from texts as short as the clients'."""
-    port, model, failures, link = free_port(), tiny_llama(3), [], tmp_path / "current"
+    port, failures, link = free_port(), [], tmp_path / "current"
+    model, size = tiny_llama(3, len(tokenizer)), len(tokenizer)
     link.symlink_to(tiny, target_is_directory=True)
     url = f"http://127.0.0.1:{port}"
 
@@ -247,7 +249,7 @@ def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(
             thread.join()
         assert not failures
         assert httpx2.get(f"{url}/health").json() == {
-            "version": 2, "model": "suffix+current", "vocab_size": 97, "max_length": 512, "max_rows": 4,
+            "version": 2, "model": "suffix+current", "vocab_size": size, "max_length": 512, "max_rows": 4,
             "max_draft_length": 16,
         }  # fmt: skip
         assert httpx2.get(f"{url}/propose").status_code == 405 and httpx2.get(f"{url}/docs").status_code == 404
@@ -268,7 +270,7 @@ def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(
         (copied,) = post(url, protocol.encode(request("late", DraftRow(2, 0, text + text[:32], 1)))).json()["drafts"]
         assert copied == [52]
         (tmp_path / "new").mkdir()
-        (other := tiny_llama(7)).save_pretrained(tmp_path / "new")
+        (other := tiny_llama(7, size)).save_pretrained(tmp_path / "new")
         move_link(link, str(tmp_path / "new"))
         while f"serving {(tmp_path / 'new').resolve()} now" not in (tmp_path / "log").read_text():
             assert process.poll() is None
