@@ -11,8 +11,8 @@ from rich.console import Console
 
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.scripts.engines.certify import verdicts
-from draftsmith.scripts.engines.certify.config import CertifyConfig
-from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, Texts, requests_of, target_identity
+from draftsmith.scripts.engines.certify.config import CertifyConfig, Texts
+from draftsmith.scripts.engines.certify.servers import Servers, TextRequest, requests_of, target_identity
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.checkpoint import end_of_sequence_ids

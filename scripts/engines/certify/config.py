@@ -1,5 +1,6 @@
 """Settings of `draftsmith certify`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import (
@@ -19,6 +20,8 @@ from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import PromptOptions
 
 CONCURRENCY = at_least(1) & at_most(256)
+Texts = Sequence[tuple[list[int], str]]
+"""Token ids and why each text ended, in the order of their indices."""
 TEMPERATURES = Range("0 or at least 0.01, which vLLM makes of less", lambda value: value == 0 or value >= 0.01)
 
 

@@ -10,7 +10,7 @@ from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import require_tokens
-from draftsmith.scripts.engines.certify.config import CertifyConfig
+from draftsmith.scripts.engines.certify.config import CertifyConfig, Texts
 from draftsmith.scripts.engines.client import metrics_of
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request
 from draftsmith.train.endpoint.http import ServerFailure
@@ -20,10 +20,6 @@ from draftsmith.train.files import identity
 SERVERS = ("server", "plain_server")
 FURTHER = 16
 """The most requested texts, as a multiple of the number that would do if none ended early."""
-
-
-Texts = Sequence[tuple[list[int], str]]
-"""Token ids and why each text ended, in the order of their indices."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from draftsmith.decode.measurement.certificate import TIES_ALARM, Certificate, c
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.two_samples import two_sample_test
-from draftsmith.scripts.engines.certify.config import CertifyConfig
-from draftsmith.scripts.engines.certify.servers import Texts
+from draftsmith.scripts.engines.certify.config import CertifyConfig, Texts
 from draftsmith.train.endpoint.client import SentPrompt
 from draftsmith.train.kinds.drafter import Pair
 
