@@ -91,13 +91,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_dtype(dtype: str) -> str:
-    """Return the dtype's name, or raise an InputError if weights cannot have it."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    return dtype
-
-
 def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
     """Return a directory's config.json, or raise an InputError that names `what` was expected."""
     path = directory / CONFIG

@@ -19,7 +19,6 @@ from draftsmith.decode.tree import searched_tree
 from draftsmith.medusa.checkpoint_files import (
     CONFIG,
     WEIGHTS,
-    check_dtype,
     dtype_name,
     from_tensors,
     load_target,
@@ -80,7 +79,6 @@ class HeadsFormats:
         heads.state_dict()
     )
     reads_target: Callable[[Any, str], bool] = lambda heads, format: False  # files that hold weights of the target
-    on_cpu: Callable[[Any], str] = lambda heads: ""  # `Served.on_cpu`
 
     def write(
         self,
@@ -96,13 +94,13 @@ class HeadsFormats:
         The directory is new or empty. The target needs weights only where `reads_target`.
 
         Raises:
-            InputError: a format, dtype, heads or directory that do not allow it.
+            InputError: a format, heads or directory that do not allow it.
         """
         directory = Path(directory)
         reason = self.refusal(heads, check_format(format, self.names), target)
         if reason is not None:
             raise InputError(f"format: expected {self.noun} that {format} can hold, found {reason}")
-        adapted = self.adapted(heads, format, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)])
+        adapted = self.adapted(heads, format, heads.dtype if dtype is None else DTYPES[dtype])
         with put_in_place(directory) as aside:
             if format == "own":
                 adapted.save_pretrained(aside)
@@ -149,7 +147,7 @@ class HeadsFormats:
             rounded = heads if config.dtype is None else heads.to(DTYPES[config.dtype])
             return self.proposer(rounded.to(model.device, model.dtype), speculative["num_speculative_tokens"])
 
-        return [Served(f"the {self.noun.removeprefix('a ')}", speculative, self.on_cpu(heads))], drafter
+        return [Served(f"the {self.noun.removeprefix('a ')}", speculative)], drafter
 
     def inspect(self, heads_class: Any, tree_key: str, spec: DrafterSpec, target: Side | None) -> Part:
         """Read and describe heads, or raise an InputError: also if they do not fit the target, or the tree not them.

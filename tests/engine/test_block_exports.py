@@ -1,6 +1,7 @@
 """DFlash drafters in a real vLLM: its texts are plain decoding's, and it counts what our decoder and replay count.
 
-DSpark's heads are computed by vLLM's runner for GPUs alone. One layer: see `FIRST_KEY_NORM`.
+DSpark's heads are computed by vLLM's runner for GPUs alone. One layer: with several, vLLM 0.32 on CPU norms
+every layer's keys of the text by the first one's weights.
 """
 
 import pytest

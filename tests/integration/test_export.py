@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import Gemma3Config, LlamaConfig
 
 from draftsmith.medusa import MedusaHeads
@@ -162,14 +162,8 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
     refused("2 tokens that differ", "--draft", tmp_path / "renumbered", "--target", target)
     refused("target: expected a model directory", "--draft", draft, "--target", "nowhere/else/x")
     weights = draft / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2])
+    weights.write_bytes(weights.read_bytes()[:999])
     refused("draft: expected whole weights in", "--draft", draft)
-    tensors = {name: t for name, t in load_file(other / "model.safetensors").items() if "mlp" not in name}
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    refused("draft: expected all weights", "--draft", other)
-    weights.unlink()
-    refused("draft: expected weights in safetensors", "--draft", draft)
 
 
 @pytest.mark.parametrize(

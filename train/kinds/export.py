@@ -69,8 +69,6 @@ class Served:
     """Its name in messages."""
     speculative: Mapping[str, Any]
     """Its `speculative_config`."""
-    on_cpu: str = ""
-    """A fault of vLLM's build for CPUs that this drafter may trigger; empty if there is no such fault."""
     target: str | None = None
     """The directory that vLLM serves; the target's if None."""
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
@@ -14,12 +13,6 @@ from draftsmith.medusa.block.proposer import BlockProposer
 from draftsmith.medusa.formats import HeadsFormats
 from draftsmith.train.kinds.export import ExportOptions, sglang_command, vllm_command
 
-FIRST_KEY_NORM = (
-    "vLLM 0.32 on CPU drafts otherwise with several layers "
-    "(it norms every layer's keys of the text by the weights of the first one's norm)"
-)
-"""Observed in vLLM: for the weights of several layers its `rms_norm` for CPUs uses the first layer's."""
-
 
 def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -> list[str]:
     config, notes = drafter.config, []
@@ -28,13 +21,9 @@ def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -
     if format == "sglang" and config.anchor_guesses:
         notes.append(f"SGLang drafts {config.block_size - 1} of its {config.guesses} tokens")
     if format != "own" and len(set(config.layer_types)) > 1:
-        notes.append(
-            "vLLM 0.32 decodes with layers of both kinds only in its second runner (VLLM_USE_V2_MODEL_RUNNER=1)"
-        )
+        notes.append("vLLM 0.32 decodes with layers of both kinds only with VLLM_USE_V2_MODEL_RUNNER=1")
         if format == "speculators" and config.is_causal is None and "DFlash" in family(config):
-            notes.append(
-                "and then no slot sees those after it in layers of full_attention either; take vllm to serve it"
-            )
+            notes.append("no slot sees those after it in layers of full_attention either; take vllm to serve it")
     if drafter.token_map is not None:
         notes.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens (d2t)")
     return notes
@@ -53,12 +42,6 @@ def _launch(
     if format == "sglang":
         return [sglang_command(name, speculative["model"], drafter.config.block_size, "DFLASH")]
     return [vllm_command(name, speculative)] if format in ("vllm", "speculators") else []
-
-
-def _on_cpu(drafter: Any) -> str:
-    # The engine's fault shows only if the layers' norms differ.
-    norms = [layer.self_attn.k_norm.weight for layer in drafter.layers]
-    return FIRST_KEY_NORM if any(not torch.equal(norm, norms[0]) for norm in norms) else ""
 
 
 def _speculative(config: ExportOptions, drafter: BlockDrafter) -> dict[str, Any]:
@@ -86,5 +69,4 @@ FORMATS = HeadsFormats(
     noun="a drafter",
     tensors=writing.tensors,
     reads_target=lambda drafter, format: drafter.token_map is not None and format != "own",
-    on_cpu=_on_cpu,
 )

@@ -107,16 +107,8 @@ def tensors(heads: EagleHeads, format: str, target: PreTrainedModel | None) -> d
 
 
 def notes(heads: EagleHeads, format: str, target: PreTrainedModel | None) -> list[str]:
-    """Return which servers load the files."""
+    """Return what is not obvious of the files."""
     config = heads.config
-    if format == "own":
+    if format in ("own", "speculators") or config.draft_vocab_size == config.vocab_size:
         return []
-    if format == "speculators":
-        return ["the speculators library and vLLM 0.32 load it"]
-    other = {"vllm": "sglang", "sglang": "vllm"}[format]
-    reason, server = eagle_refusal(heads, other, target), {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}[other]
-    read = f"{server} loads the same directory"
-    lines = [read if reason is None else f"{server} does not load it: {reason.partition(';')[0]}"]
-    if config.draft_vocab_size < config.vocab_size:
-        lines.append(f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens, cut there too (d2t)")
-    return lines
+    return [f"it drafts {config.draft_vocab_size} of {config.vocab_size} tokens, cut there too (d2t)"]

@@ -20,16 +20,6 @@ def _described(heads: MedusaHeads) -> str:
     return f"{count_of(heads.config.num_heads, 'head')}, {count_of(heads.config.num_hidden_layers, 'block')} each"
 
 
-def _notes(heads: MedusaHeads, format: str, target: PreTrainedModel | None) -> list[str]:
-    lines = writing.notes(heads, format)
-    if target is not None and vocabulary_override(target.config) and format == "vllm":
-        lines.append(
-            "vLLM 0.32 looks for vocab_size at the top of the target's config, which has it only in its text_config: "
-            "hence the override"
-        )
-    return lines
-
-
 def _speculative(config: ExportOptions, heads: MedusaHeads) -> dict[str, Any]:
     count = heads.config.num_heads if config.draft_length is None else config.draft_length
     if count > heads.config.num_heads:
@@ -50,7 +40,7 @@ FORMATS = HeadsFormats(
     refusal=refusal,
     adapted=writing.adapt_heads,
     fields=writing.config_fields,
-    notes=_notes,
+    notes=writing.notes,
     described=_described,
     speculative=_speculative,
     proposer=lambda heads, draft_length: MedusaProposer(heads, Tree.chain(draft_length)),

@@ -61,7 +61,7 @@ def config_fields(heads: MedusaHeads, format: str) -> dict[str, Any]:
     return {"architectures": ["MedusaModel"], "model_type": "medusa", **fields}
 
 
-def notes(heads: MedusaHeads, format: str) -> list[str]:
+def notes(heads: MedusaHeads, format: str, target: PreTrainedModel | None = None) -> list[str]:
     """Return what readers leave out."""
     config, lines = heads.config, list[str]()
     if format == "own":

@@ -17,7 +17,6 @@ from torch import Tensor
 from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, Tree, Typical
 from draftsmith.decode.rules import RULES, acceptance, as_rule
 from draftsmith.decode.rules import rule as rules
-from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
 
@@ -178,29 +177,6 @@ def confidence(q: Tables, tokens: Sequence[int], tree: Tree) -> Tensor:
     return torch.tensor([float(q[texts[parent + 1]].max()) for parent in tree.parents])
 
 
-def distance_to_the_target(sampler: Emitted, p: Tables, depth: int) -> float:
-    """TV between p's law of the next `depth` + 1 tokens and that of what one round emits and p goes on from."""
-    written: dict[Text, float] = defaultdict(float)
-    for (tokens, _), mass in sampler.items():
-        for text, more in _continuations(p, tokens, depth + 1):
-            written[text] += mass * more
-    expected = dict(_continuations(p, (), depth + 1))
-    return sum(abs(written[text] - expected.get(text, 0.0)) for text in {*written, *expected}) / 2
-
-
-def _continuations(p: Tables, text: Text, length: int) -> Iterator[tuple[Text, float]]:
-    """Every text of that length that begins with `text`, with its probability given that."""
-    if len(text) == length:
-        yield text, 1.0
-        return
-    for token, mass in enumerate(p[text].tolist()):
-        for longer, more in _continuations(p, (*text, token), length):
-            yield longer, mass * more
-
-
-# The exact rule
-
-
 LAWS = {
     "p and q differ": (tables(0), tables(1)),
     "peaked": (tables(2, spread=5.0), tables(3, spread=5.0)),
@@ -212,15 +188,6 @@ LAWS = {
     "p = q": (tables(14), tables(14)),
     "flat and peaked": (tables(20, vocab=4, spread=0.5), tables(21, vocab=4, spread=2.0)),
 }
-
-
-@pytest.mark.parametrize("drafts", [drawn, most_likely])
-@pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
-def test_texts_have_the_targets_law(law_of, p, q, drafts):
-    """For laws with zeros, which `tests/statistical/test_enumeration.py` has less of; mistakes are planted there."""
-    shapes = [*TREES.values(), *([Tree((-1,) * 5)] if drafts is drawn else [])]  # the last has more nodes than tokens
-    for tree in shapes:
-        assert distance_to_the_target(law_of(Exact(), p, drafts(q, tree)), p, tree.depth) < ROUNDING
 
 
 def random_siblings(seed: int, count: int = 200) -> Iterator[tuple[Tree, list[int], Tensor]]:
@@ -237,26 +204,6 @@ def random_siblings(seed: int, count: int = 200) -> Iterator[tuple[Tree, list[in
             for child, token in zip(own, torch.randperm(3, generator=generator).tolist(), strict=False):
                 tokens[child] = token
         yield tree, tokens, torch.randn(len(tree) + 1, 3, generator=generator)
-
-
-def test_exact_at_temperature_0_follows_the_argmax_down_the_tree():
-    depths = set()
-    for tree, tokens, logits in random_siblings(0):
-        chosen = logits.argmax(-1).tolist()
-        proposal = Proposal(torch.tensor(tokens, dtype=torch.long), None, tree)
-        verdict = Exact().verify(GREEDY, logits, [], proposal, None)
-        assert (verdict.path, verdict.token) == accept_greedy(chosen, tokens, tree) and verdict.departures is None
-        naive, node = [], ROOT
-        while (wanted := [c for c in tree.children[node + 1] if tokens[c] == chosen[node + 1]]) != []:
-            (node,) = wanted
-            naive.append(node)
-        assert (verdict.path, verdict.token) == (naive, chosen[node + 1])
-        depths.add(len(naive))
-        # One-hot laws: what the rule for sampling does with them.
-        hot = torch.nn.functional.one_hot(logits.argmax(-1), 3).double()
-        path, token = accept_exact(hot, None, proposal.tokens, tree)
-        assert (path, int(token)) == (verdict.path, verdict.token)
-    assert len(depths) >= 4
 
 
 # The lossy rules: which tokens stand

@@ -436,8 +436,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     heads.blocks[1].layers[0].weight.data[0, 0] = 1e6
     with pytest.raises(InputError, match=r"finite in float16, found others in blocks\.1\.layers\.0\.weight"):
         ALL.write(heads, tmp_path / "y", "vllm", dtype="float16")
-    with pytest.raises(InputError, match=r"^dtype: expected one of .*, found 'int8'"):
-        ALL.write(heads, tmp_path / "y", "own", dtype="int8")
     monkeypatch.setattr("draftsmith.medusa.formats.save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(InputError, match=r"^output: expected to write in .*No space left"):
         ALL.write(heads, tmp_path / "x", "vllm")

@@ -1,7 +1,5 @@
 """The objective: sums of divergences under the deployment's law."""
 
-import math
-
 import pytest
 import torch
 
@@ -40,23 +38,17 @@ def test_terms_add_by_their_weights():
     assert float(total(Objective(weights), p, q, labels)) == pytest.approx(parts, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "jsd", "tvd", "skew_reverse_kl"])
+@pytest.mark.parametrize("name", ["forward_kl", "tvd"])
 def test_the_deployments_law_is_what_is_compared(name):
-    p, q, _ = drawn()
+    p, q, labels = drawn()
     sampler = Sampler.of(0.7, top_k=6, top_p=0.9)
     warped_p, warped_q = sampler.probabilities(p, []), sampler.probabilities(q, [])
-    labels = warped_p.argmax(-1)
-    objective = Objective({name: 1.0}, 0.7, top_k=6, top_p=0.9)
-    found = total(objective, p, q.clone().requires_grad_(True), labels)
-    if name == "tvd":
-        expected = (1 - overlap(warped_p, warped_q)).sum()
-    else:  # q is not cut: a divergence would be infinite
+    found = total(Objective({name: 1.0}, 0.7, top_k=6, top_p=0.9), p, q, labels)
+    expected = (1 - overlap(warped_p, warped_q)).sum()
+    if name == "forward_kl":  # q is not cut: a divergence would be infinite
         log_p, log_q = warped_p.clamp(min=1e-45).log(), (q / 0.7).log_softmax(-1)
-        kl = torch.where(warped_p > 0, warped_p * (log_p - log_q), 0.0).sum()
-        expected = kl if name == "forward_kl" else None
-    assert math.isfinite(found.item())
-    if expected is not None:
-        assert found.item() == pytest.approx(float(expected), rel=1e-4)
+        expected = torch.where(warped_p > 0, warped_p * (log_p - log_q), 0.0).sum()
+    assert found.item() == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_where_tokens_are_cut_the_kl_sees_all_of_q_and_alpha_what_is_deployed():

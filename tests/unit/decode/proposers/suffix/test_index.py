@@ -57,12 +57,6 @@ def test_a_match_is_counted_up_to_a_depth():
     assert len(match) == 200 - DEPTH
 
 
-def test_what_a_text_ends_with_has_no_next_token():
-    index = Index(10)
-    index.extend(np.array([4, 5, 4]))
-    assert index.following(index.longest(query(np.array([4]))), 10, 3) == [[6, 5, 0]]
-
-
 def test_no_match_reaches_from_one_text_into_the_next():
     index = Index(20)
     index.extend(np.array([1, 2, 3]))
@@ -92,11 +86,6 @@ def test_sorting_all_places_is_putting_each_into_its_place(seed):
         one_by_one.extend(np.array([token]))
     assert [once._key(at) for at in once.order] == [one_by_one._key(at) for at in one_by_one.order]
     assert sorted(once.order) == sorted(one_by_one.order) == [BYTES * (301 - place) for place in range(299, 0, -1)]
-
-
-def test_nothing_has_no_places():
-    assert list(sort_positions(np.zeros(0, dtype=">u4"))) == []
-    assert Index(0, b"").longest(query(np.array([1]))) is None
 
 
 @pytest.mark.parametrize("seed", range(8))
