@@ -8,7 +8,7 @@ from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.entries import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
-from draftsmith.scripts.report.words import headline, load_words, runs_as, turns
+from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
 from draftsmith.train.kinds.quantities import count_of
 
@@ -110,7 +110,8 @@ def _title(report: Report) -> str:
     environment = report.environment
     if report.server is None:
         threads = count_of(environment.threads, "thread")
-        return f"{_prompts(report)}, {environment.device}, {threads}\n{runs_as(environment)}"
+        runs = f"plain decoding and drafts {environment.dtype}, all {'compiled' if environment.compiled else 'eager'}"
+        return f"{_prompts(report)}, {environment.device}, {threads}\n{runs}"
     served = report.server.servers[0]
     return f"{_prompts(report)}, {served.model} at {served.url}"
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.entries import ByLoad, Grouping
-from draftsmith.scripts.report.types import Environment, Report, Run
+from draftsmith.scripts.report.types import Report, Run
 
 MOST_NAMED = 4  # the most settings that a headline names; more are counted
 Value = TypeVar("Value")
@@ -16,11 +16,6 @@ def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value
     if len(by_length) == 1:
         return next(iter(by_length.values()))
     return None if draft_length is None else by_length.get(draft_length)
-
-
-def runs_as(environment: Environment) -> str:
-    """Return the dtype of plain decoding and drafts, and whether they run compiled."""
-    return f"plain decoding and drafts {environment.dtype}, all {'compiled' if environment.compiled else 'eager'}"
 
 
 def setting_names(
