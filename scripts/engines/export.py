@@ -22,7 +22,7 @@ from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
-"""What `--verify` decodes: prompts from the standard library, their most tokens, and those written after each."""
+"""`--verify` decodes prompts from the standard library: their number and most tokens, and those written to each."""
 
 
 def check(config: ExportConfig) -> None:

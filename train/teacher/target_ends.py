@@ -118,7 +118,7 @@ def _places(model: PreTrainedModel, others: str) -> dict[str, str]:
     inside = tuple(f"{layer}." for layer in layers)
     for name, module in model.named_modules():
         if name and not name.startswith(inside):
-            own = [f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)]  # beside modules in it
+            own = [f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)]  # with modules in it
             places |= dict.fromkeys(own if any(module.children()) else [name], "cpu")
     return places
 
