@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
@@ -61,6 +62,12 @@ class HeadsKind(DrafterKind):
     ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
         """Return vLLM's config for the export, and a proposer that must agree with it."""
         return self._module("formats.export").FORMATS.served(config, path)  # type: ignore[no-any-return]
+
+    def recognises_foreign(self, directory: Path) -> bool:
+        """Return whether the config is of such heads, in any tool's format."""
+        from draftsmith.medusa.checkpoint_files import read_config
+
+        return self.recognises(read_config(directory, self.title))
 
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
         """Read the heads of another tool."""

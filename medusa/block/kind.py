@@ -1,7 +1,6 @@
 """Block drafters as a kind of drafter."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
@@ -77,9 +76,3 @@ class Block(HeadsKind):
 
         heads: Any = drafter.model
         return BlockProposer(heads), min(draft_length, heads.config.guesses)
-
-    def recognises_foreign(self, directory: Path) -> bool:
-        """Return whether this is a drafter of one of these tools."""
-        from draftsmith.medusa.checkpoint_files import read_config
-
-        return self.recognises(read_config(directory, "a block drafter"))

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import choose_init, new_heads, scale_logits
+from draftsmith.medusa.eagle.initial import choose_init, new_heads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
+from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.run import HeadsRun
+from draftsmith.medusa.target_states import scale_of_steps
 from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
@@ -36,8 +38,11 @@ class EagleRun(HeadsRun[EagleTrainingConfig]):
         print_once(f"init: heads {clause}")
         # With `norm_output` the next step sees the state after the norm: scaling the norm would change that state.
         if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
-            texts = few_texts(self.data)
-            scale_logits(heads, self.states_of, texts, config.num_steps, self.tokens, config.target_sharded)
+            # The copy's inputs are not the layer's, and in later steps its own outputs: it is too confident.
+            texts, steps, sharded = few_texts(self.data), config.num_steps, config.target_sharded
+            head = lambda: heads.head  # noqa: E731
+            scale = scale_of_steps(heads, self.states_of, texts, steps, states_of_steps, head, self.tokens, sharded)
+            heads.norm.weight.data.mul_(scale)
 
     def finish(self, trainer: EagleTrainer, output: Path) -> None:
         """Write the card."""

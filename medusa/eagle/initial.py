@@ -3,7 +3,6 @@
 Shape suffix: H hidden.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,9 +15,7 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.base import begin_nearly_uniform
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import states_of_steps
-from draftsmith.medusa.target_states import TargetStates, gather_weights, scale_of_steps
-from draftsmith.train.data.first_look import Text
+from draftsmith.medusa.target_states import gather_weights
 from draftsmith.train.quantization import own_shapes, weight_of
 
 SPREAD = 1.5
@@ -103,22 +100,3 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
             norm.weight.copy_(their_norm.weight)
     heads.fc.weight.zero_()
     heads.fc.weight[:, -size:].copy_(torch.eye(size))  # the deepest features come last
-
-
-@torch.no_grad()
-def scale_logits(
-    heads: EagleHeads,
-    states_of: Callable[[Text], TargetStates],
-    texts: Sequence[Text],
-    steps: int,
-    tokens: int,
-    sharded: bool = False,
-) -> None:
-    """Scale the last norm of a copy of the target's last layer by the factor with the least loss of all K steps.
-
-    The copy's inputs are not the layer's, and in later steps they are its own outputs: so it is too confident.
-    `states_of` returns the target's states of a text. The target's head may have more rows than the tokenizer has
-    `tokens`.
-    """
-    scale = scale_of_steps(heads, states_of, texts, steps, states_of_steps, lambda: heads.head, tokens, sharded)
-    heads.norm.weight.mul_(scale)

@@ -1,7 +1,6 @@
 """EAGLE-3 heads as a kind of drafter."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.medusa.kind import HeadsKind
@@ -62,9 +61,3 @@ class Eagle(HeadsKind):
 
         heads: Any = drafter.model
         return EagleProposer(heads), draft_length
-
-    def recognises_foreign(self, directory: Path) -> bool:
-        """Return whether these are heads of the authors, SpecForge or speculators."""
-        from draftsmith.medusa.checkpoint_files import read_config
-
-        return self.recognises(read_config(directory, "heads"))

@@ -21,7 +21,7 @@ from draftsmith.decode.errors import (
     require_some,
 )
 from draftsmith.decode.measurement.distribution_test import prepared_sampler
-from draftsmith.decode.options import Filters, Sampling
+from draftsmith.decode.options import Sampling
 from draftsmith.decode.validation import Amount, Count, Finite, ServerMessage, Share, parse, parse_json, read
 from draftsmith.scripts.cli import config_class
 from draftsmith.train.cli import parse_config
@@ -78,14 +78,6 @@ def test_the_sampler_is_what_generate_prepares(target, settings):
     contexts = [torch.tensor([3, 4, 3, 5, 3])]
     logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours.probabilities(logits, contexts), theirs.probabilities(logits, contexts))
-
-
-def test_filters_take_a_temperature():
-    filters = Filters(top_k=3, min_p=0.1)
-    assert filters.at(0.5) == Sampling(temperature=0.5, top_k=3, min_p=0.1)
-    # What is not used is left out: it would cost a call a token.
-    assert Sampling().generate_kwargs() == {"do_sample": False}
-    assert set(Sampling(temperature=1.0).generate_kwargs()) == {"do_sample", "temperature", "top_k", "top_p"}
 
 
 WRONG = {"temperature": [-1.0], "top_k": [-1], "top_p": [0.0], "min_p": [1.0], "no_repeat_ngram_size": [-1]}

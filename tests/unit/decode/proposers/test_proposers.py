@@ -69,18 +69,6 @@ def test_blind_drafts_the_most_frequent_token_at_t0():
     assert draft(blind, [4], 1).probabilities is None
 
 
-def test_blind_counts_each_row_by_itself_and_keeps_its_generator():
-    blind = started(BlindProposer(), 4, do_sample=True, rows=3)
-    texts = [torch.tensor(t) for t in ([1, 2], [3, 4], [5, 6])]
-    drafts = blind.propose(texts, [4, 0, 4])
-    assert [set(d.tokens.tolist()) - {2 * i + 1, 2 * i + 2} for i, d in enumerate(drafts)] == [set()] * 3
-    blind.select([2])
-    (kept,) = blind.propose(texts[2:], [4])
-    alone = started(BlindProposer(), 4, do_sample=True, seed=2)
-    alone.propose(texts[2:], [4])
-    assert torch.equal(kept.tokens, alone.propose(texts[2:], [4])[0].tokens)
-
-
 # Lookahead
 
 

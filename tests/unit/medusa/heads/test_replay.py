@@ -13,7 +13,7 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay import texts
 from draftsmith.decode.replay.ranks import NONE, TextRanks, ranks_of
-from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
+from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -61,22 +61,6 @@ def test_rounds_of_starts_is_the_sum_over_all_patterns(n, depth):
     if depth > 1:
         cut = expected_rounds_of_starts(a[None, :, :1], torch.tensor([n]))
         assert torch.equal(cut, expected_rounds_of_starts(a[None], torch.tensor([n]), 1))
-
-
-@pytest.mark.parametrize("draft_length", [1, 2, 5])
-def test_where_the_start_does_not_matter_it_is_expected_rounds(draft_length):
-    a = torch.rand(3, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    lengths = torch.tensor([12, 1, 7])
-    spread = torch.full((3, 12, 6), float("nan"), dtype=torch.float64)  # past the end nothing is looked at
-    for row, n in enumerate(lengths):
-        for t in range(int(n)):
-            for j in range(min(6, int(n) - t)):
-                spread[row, t, j] = a[row, t + j]
-    found = expected_rounds_of_starts(spread, lengths, draft_length)
-    torch.testing.assert_close(found, expected_rounds(a, lengths, draft_length), rtol=0, atol=1e-12)
-    starts = start_probabilities(spread, lengths, draft_length)
-    assert (starts[1] == torch.eye(12, dtype=torch.float64)[0]).all() and (starts[2, 7:] == 0).all()
-    assert ((starts >= 0) & (starts <= 1 + 1e-12)).all()
 
 
 def test_ranks_are_cut_and_what_cannot_be_drafted_has_none():
