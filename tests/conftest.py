@@ -140,7 +140,7 @@ def deep() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    from draftsmith.train.data.corpus import train_bpe
+    from bpe import train_bpe
 
     return train_bpe(TEXTS, 300)
 

@@ -112,8 +112,8 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
     teacher_cache: list[str] = field(default_factory=list)
     """Caches of the target's features (`draftsmith cache --features true`) or, for a draft model, of its distributions,
-    that together cover `completions` and `heldout`. With them the target is not loaded: `target` needs only a config
-    and a tokenizer."""
+    that together cover `completions` and `heldout`. The target is not loaded: of its weights only the ends are read,
+    and none with distributions."""
     save_dtype: str = "auto"
     """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
     start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""

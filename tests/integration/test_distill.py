@@ -8,11 +8,10 @@ import shutil
 import time
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
+from bpe import train_bpe
 from conftest import tiny_llama
 from huggingface_hub import ModelCard
 from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
@@ -30,10 +29,8 @@ from draftsmith.distill.carving import CHOICE, Carving
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.first_look import SCALES
-from draftsmith.train.data.shards import write_shard
 from draftsmith.train.job.telemetry import PHASES
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.positions import IGNORED
@@ -354,82 +351,29 @@ def test_padded_heads_are_cut_to_the_tokens(pipeline, tmp_path, tokenizer):
     assert furthest({"head": found[: len(tokenizer)]}, {"head": weights(tmp_path / "plain")["lm_head.weight"]}) < 1e-5
 
 
-def without_loss(pipeline: Path, output: Path, ids: set[str] | None = None) -> Path:
-    """A copy of the short completions in which those ids, or all, have an empty loss mask."""
-    shutil.copytree(pipeline / "short", output)
-    for path in output.glob("shard-*.parquet"):
-        table = pq.ParquetFile(path).read()
-        rows = [
-            row | {"loss_mask": [0] * len(row["loss_mask"])} if ids is None or row["id"] in ids else row
-            for row in table.to_pylist()
-        ]
-        write_shard(path, table.from_pylist(rows, schema=table.schema))
-    return output
-
-
-def test_samples_without_loss_are_left_out_and_named(pipeline, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr("draftsmith.train.data.examples.logger", SimpleNamespace(warning=said.append))
-    kept = training_examples([str(without_loss(pipeline, tmp_path / "some", {"3", "7"}))])
-    assert len(kept) == 8
-    (line,) = said
-    assert "2 of 10 samples" in line and "3" in line and "7" in line
-
-
-def test_a_cut_that_leaves_no_completion_counts_as_no_loss(pipeline, monkeypatch):
-    said = []
-    monkeypatch.setattr("draftsmith.train.data.examples.logger", SimpleNamespace(warning=said.append))
-    samples = list(training_examples([str(pipeline / "long")]))
-    prompts = sorted(sum(label == -100 for label in sample["labels"]) for sample in samples)
-    cut = training_examples([str(pipeline / "long")], max_length=prompts[5])
-    assert 0 < len(cut) < 10 and said
-    assert all(len(row["input_ids"]) <= prompts[5] for row in cut)
-    assert all(any(label != -100 for label in row["labels"]) for row in cut)
-    for options, limit in (
-        ({"max_length": prompts[0]}, f"max_length {prompts[0]} cuts"),
-        ({"positions": 1}, "the 1 positions of .*"),
-    ):
-        with pytest.raises(InputError, match=f"expected tokens to train on, found that {limit} away those of all 10 s"):
-            training_examples([str(pipeline / "long")], **options)
-
-
 fails = functools.partial(error_line, command.main)
 
 
 def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer, capsys):
-    good = tmp_path / "good.yaml"
-    text = (
-        f"target: {pipeline / 'target'}\ndraft: {pipeline / 'draft'}\ncompletions: [{pipeline / 'short'}]\n"
-        f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, use_cpu: true, report_to: none}}\n"
-    )
-    good.write_text(text)
-    flags = ["--config", str(good)]
-
-    (tmp_path / "bad.yaml").write_text(text + "divergance: tvd\n")
-    assert "divergance" in fails(capsys, ["--config", str(tmp_path / "bad.yaml")])
-    assert "temperature: expected more than 0, found 0.0" in fails(capsys, [*flags, "--temperature", "0"])
-    assert "max_length: expected at least 2, found 0" in fails(capsys, [*flags, "--max_length", "0"])
-    gone = str(tmp_path / "gone")
-    assert f"target: expected a model directory or a hub id, found nothing at {gone}" in fails(
-        capsys, [*flags, "--target", gone]
-    )
-    assert f"{gone}: expected a directory of completions, found none" in fails(
-        capsys, [*flags, "--completions", f"[{gone}]"]
-    )
-    empty = without_loss(pipeline, tmp_path / "empty")
-    assert "empty loss mask in all 10 samples of " in fails(capsys, [*flags, "--completions", f"[{empty}]"])
-
-    save_model(tiny_llama(9, len(tokenizer)), tokenizer, tmp_path / "elsewhere")
-    message = fails(capsys, [*flags, "--target", str(tmp_path / "elsewhere")])
-    assert f"{pipeline / 'short'}: expected completions that {tmp_path / 'elsewhere'} wrote, found those of" in message
-    manifest = json.loads((shutil.copytree(pipeline / "short", tmp_path / "part") / "manifest.json").read_text())
-    (tmp_path / "part" / "manifest.json").write_text(json.dumps(manifest | {"shards": manifest["shards"] + 1}))
-    message = fails(capsys, [*flags, "--completions", f"[{tmp_path / 'part'}]"])
-    assert f"{tmp_path / 'part'}: expected all {manifest['shards'] + 1} shards, found" in message
-    assert message.endswith("run draftsmith prepare again, or learn from these with unfinished: true")
-    message = fails(capsys, [*flags, "--heldout", f"[{pipeline / 'short'}]"])
-    assert "heldout: expected prompts that are not learned from, found 10 of 10 that are: first" in message
-
+    flags = ["--target", str(pipeline / "target"), "--draft", str(pipeline / "draft"), "--training.report_to", "none"]
+    flags += ["--completions", f"[{pipeline / 'short'}]", "--training.output_dir", str(tmp_path / "out")]
+    flags += ["--training.max_steps", "1", "--training.use_cpu", "true"]
+    gone, elsewhere, part = (tmp_path / name for name in ("gone", "elsewhere", "part"))
+    save_model(tiny_llama(9, len(tokenizer)), tokenizer, elsewhere)
+    manifest = json.loads((shutil.copytree(pipeline / "short", part) / "manifest.json").read_text())
+    count = manifest["shards"] + 1
+    (part / "manifest.json").write_text(json.dumps(manifest | {"shards": count}))
+    for name, value, message in (
+        ("divergance", "tvd", "divergance"),
+        ("temperature", "0", "temperature: expected more than 0, found 0.0"),
+        ("max_length", "0", "max_length: expected at least 2, found 0"),
+        ("target", gone, f"target: expected a model directory or a hub id, found nothing at {gone}"),
+        ("completions", f"[{gone}]", f"{gone}: expected a directory of completions, found none"),
+        ("target", elsewhere, f"{pipeline / 'short'}: expected completions that {elsewhere} wrote, found those of"),
+        ("completions", f"[{part}]", f"{part}: expected all {count} shards, found"),
+        ("heldout", f"[{pipeline / 'short'}]", "heldout: expected prompts that are not learned from, found 10 of 10"),
+    ):
+        assert message in fails(capsys, [*flags, f"--{name}", str(value)])
     other = train_bpe(["zebra quagga okapi giraffe", "wildebeest hartebeest " * 3, "the quick brown fox"], 300)
     assert len(other) == len(tokenizer)
     save_model(tiny_llama(1, 300, layers=1), other, tmp_path / "stranger")

@@ -228,27 +228,25 @@ def test_random_weights_under_a_familys_own_names(tokenizer):
     draft, _ = make_draft(None, DraftInit(config={"num_hidden_layers": 2, "n_embd": 16}), target, tokenizer)
     assert len(layers_of(draft)) == 2
     assert draft.config.hidden_size == 16
-    for changes, message in (
-        ({"hidden": 16}, "init.config: expected fields of GPT2Config, found 'hidden'"),
-        ({"model_type": "llama"}, "init.config: expected fields of GPT2Config, found 'model_type'"),
-        ({"n_embd": 18}, "init.config: expected a valid GPT2Config, found: "),
-    ):
-        with pytest.raises(InputError, match=message):
-            make_draft(None, DraftInit(config=changes), target, tokenizer)
 
 
-def test_a_misspelt_or_missing_key_of_a_rotation_is_one_line(tokenizer):
-    target = build("llama", len(tokenizer))
-    for keys, message in (
-        ({"rope_type": "linear", "factr": 2.0}, r"^init.config: rope_parameters: expected factor, found factr$"),
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"hidden": 16}, "expected fields of GPT2Config, found 'hidden'"),
+        ("gpt2", {"model_type": "llama"}, "expected fields of GPT2Config, found 'model_type'"),
+        ("gpt2", {"n_embd": 18}, "expected a valid GPT2Config, found: "),
         (
-            {"rope_type": "default", "rope_thetta": 1.0},
-            r"^init.config: rope_parameters: expected rope_theta, found rope",
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factr": 2.0}},
+            "rope_parameters: expected factor, found",
         ),
-        ({"rope_type": "linear"}, r"^init.config: expected a valid LlamaConfig, found: .*factor"),
-    ):
-        with pytest.raises(InputError, match=message):
-            make_draft(None, DraftInit(config={"rope_parameters": keys}), target, tokenizer)
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "expected a valid LlamaConfig, found: .*factor"),
+    ],
+)
+def test_fields_that_a_config_lacks_are_one_line(name, changes, message, tokenizer):
+    with pytest.raises(InputError, match=f"^init.config: {message}"):
+        make_draft(None, DraftInit(config=changes), build(name, len(tokenizer)), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
@@ -375,11 +373,16 @@ def saved_draft(tokenizer: Any, vocab_size: int, directory: Path, **options: Any
     return directory
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_draft_that_lacks_the_last_tokens_gets_them(tied, tokenizer, tmp_path):
-    size = len(tokenizer)
+@pytest.fixture(scope="module")
+def longer(tokenizer):
     longer = copy.deepcopy(tokenizer)
     longer.add_tokens(["<extra>", "<more>"])
+    return longer
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_draft_that_lacks_the_last_tokens_gets_them(tied, tokenizer, longer, tmp_path):
+    size = len(tokenizer)
     path = saved_draft(tokenizer, size, tmp_path / "d", tie_word_embeddings=tied)
     target = tiny_llama(0, size + 2 + 30)
     draft, own = make_draft(str(path), DraftInit(), target, longer)
@@ -398,10 +401,8 @@ def test_a_draft_that_lacks_the_last_tokens_gets_them(tied, tokenizer, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == longer.get_vocab()
 
 
-def test_a_draft_with_further_tokens_takes_the_targets_tokenizer(tokenizer, tmp_path):
+def test_a_draft_with_further_tokens_takes_the_targets_tokenizer(tokenizer, longer, tmp_path):
     size = len(tokenizer)
-    longer = copy.deepcopy(tokenizer)
-    longer.add_tokens(["<extra>", "<more>"])
     path = saved_draft(longer, size + 2, tmp_path / "d")
     draft, own = make_draft(str(path), DraftInit(), tiny_llama(0, size), tokenizer)
     assert own is tokenizer

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bpe import train_bpe
 from conftest import perturbed, tiny_llama
 from native_layers import qwen_names, save_with_mtp
 from rich.console import Console
@@ -39,7 +40,6 @@ from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.generate import STYLES, Detokenizer, Progress, generate, kinds_of, main
 from draftsmith.train import cli
 from draftsmith.train.cli import flags_of
-from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+from bpe import train_bpe
 from fake_server import OTHER_END
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.train.cli import flags_of
-from draftsmith.train.data.corpus import train_bpe
 from draftsmith.train.data.generate import PrepareConfig
 
 WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]

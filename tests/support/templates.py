@@ -4,10 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from bpe import END_OF_TEXT, train_bpe
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
-
-from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 
 # Earlier thinking is dropped, the last answer has at least empty thinking, results of tools share a user's turn.
 QWEN3 = """

@@ -1,6 +1,6 @@
-"""A corpus that every Python installation has, the sources of its standard library, and a tokenizer for it.
+"""A corpus that every Python installation has: the sources of its standard library.
 
-The embedded target and the stock draft are trained on it, and quickstart takes prompts from it, without a download. A
+The embedded target and the stock draft were trained on it, and quickstart takes prompts from it, without a download. A
 hash of a module's dotted name decides whether it is held out, so that the split is the same on every machine and Python
 version.
 """
@@ -9,13 +9,12 @@ import hashlib
 import json
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import track
@@ -30,8 +29,6 @@ EXCLUDED_PARTS = frozenset(
 )
 HELDOUT_ONE_IN = 10
 PROMPT_LINES = 8  # the lines of a prompt, starting one before a definition
-END_OF_TEXT = "<|endoftext|>"
-PADDING = "<|pad|>"
 
 
 @dataclass(frozen=True)
@@ -111,28 +108,3 @@ def write_prompts(path: Path, records: Sequence[dict[str, str]]) -> None:
     """Write prompts as jsonl."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, which encodes every string and decodes it back to itself.
-
-    `vocab_size` includes the 256 bytes and two special tokens (end of text, padding).
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PADDING],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )

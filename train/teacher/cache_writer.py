@@ -9,15 +9,13 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import last_norm
 from draftsmith.decode.draft_models.vocabulary import token_count
@@ -94,7 +92,9 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     served = None
     if config.teacher:
         served = ask_servers(urls_of(config.teacher), config.target, code)
-        config = _as_served(config, served)
+        if config.dtype not in ("auto", served.dtype):
+            raise InputError(f"dtype: expected auto or {served.dtype}, as the servers compute, found {config.dtype}")
+        config = replace(config, dtype=served.dtype, feature_dtype=config.feature_dtype or served.feature_dtype)
     else:
         dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
         config = replace(config, dtype=dtype)
@@ -127,48 +127,37 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
             works = any(processes.gathered(works))
         if works:
             needed = _estimate(config, shards, missing, processes)
-            with _teacher(config, served, processes, lambda: _first_texts(sources)) as teacher:
+            with _teacher(config, served, processes, sources) as teacher:
                 if processes.first and missing:
                     print(f"{shards.title}: {needed}")
                 _write(shards, teacher, missing, summary, processes)
         return CacheSummary.over(processes.gathered(summary))
 
 
-def _as_served(config: CacheConfig, served: ServedModel) -> CacheConfig:
-    """Return a config with the dtypes of what servers give; raise InputError if another was asked for."""
-    if config.dtype not in ("auto", served.dtype):
-        raise InputError(f"dtype: expected auto or {served.dtype}, as the servers compute, found {config.dtype}")
-    return replace(config, dtype=served.dtype, feature_dtype=config.feature_dtype or served.feature_dtype)
-
-
 @contextmanager
 def _teacher(
-    config: CacheConfig, served: ServedModel | None, processes: Processes, texts: Callable[[], list[list[int]]]
+    config: CacheConfig, served: ServedModel | None, processes: Processes, sources: Sequence[Source]
 ) -> Iterator[Any]:
     """Yield what gives the numbers; servers' states of some texts are compared with the target first."""
+    code = config.trust_remote_code
     if served is None:
-        model = _load(config)
+        options: dict[str, Any] = {"device": config.target_device, "quantization": config.target_quantization}
+        options |= {"dtype": config.dtype, "trust_remote_code": code}
+        model = load_model(config.target, field="target", **options)
+        require_split(model, "target")
         yield partial(live_states, model, config.batch_size) if config.features else model
         return
-    urls, code = urls_of(config.teacher), config.trust_remote_code
+    urls = urls_of(config.teacher)
     with phase(f"reading the ends of {config.target}"):
         ends = read_ends(config.target, config.dtype, trust_remote_code=code)
-    processes.after_the_first(lambda: compare_states(urls, config.target, ends, texts(), code))
+
+    def compare() -> None:
+        texts = [ids for _, ids, _ in texts_of(sources[0].completions)]
+        compare_states(urls, config.target, ends, texts, code)
+
+    processes.after_the_first(compare)
     with ServedTarget(urls, last_norm(ends), served=served) as teacher:
         yield teacher
-
-
-def _first_texts(sources: Sequence[Source]) -> list[list[int]]:
-    """Return the tokens of the first texts of a process."""
-    return [ids for _, ids, _ in texts_of(sources[0].completions)]
-
-
-def _load(config: CacheConfig) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
-    options |= {"device": config.target_device, "quantization": config.target_quantization}
-    model = load_model(config.target, field="target", **options)
-    require_split(model, "target")
-    return model
 
 
 def _source(file: Path, shards: Shards, vocab_size: int) -> Source:

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from bpe import END_OF_TEXT, PADDING, train_bpe
 from conftest import TEXTS, tiny_llama
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.proposers.renumbered import matching_ids, renumber_draft
-from draftsmith.train.data.corpus import END_OF_TEXT, PADDING, train_bpe
 
 CJK = ["你好，世界！你好吗？", "naïve café — naïve café", "😀😀👩‍👩‍👧 x = '😀'", "  four   spaces\n\n\ttab"]
 

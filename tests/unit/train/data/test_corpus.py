@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
+from bpe import train_bpe
 from conftest import TEXTS, tiny_llama
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.corpus import Module, stdlib_modules, train_bpe
+from draftsmith.train.data.corpus import Module, stdlib_modules
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
 

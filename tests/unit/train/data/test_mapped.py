@@ -179,6 +179,22 @@ def test_what_is_cut_is_counted_and_named(tmp_path, said):
     assert said == [f"completions: max_length 10 cuts {lost}: long, longer"]
 
 
+def test_samples_without_anything_to_learn_are_left_out_and_named(tmp_path, said):
+    rows = [sample("none", [1, 2, 3], []), sample("short", [1, 2], [3]), sample("long", [1] * 6, [2])]
+    path = write_completions(tmp_path / "c", rows)
+    assert [row["id"] for row in training_examples([path])] == ["short", "long"]
+    assert said == [f"{path}: 1 of 3 samples have no token to learn from and are left out: none"]
+    assert [row["id"] for row in training_examples([path], max_length=4)] == ["short"]
+    nothing = write_completions(tmp_path / "d", rows[:1])
+    for source, options, found in (
+        (nothing, {}, "an empty loss mask in all 1 samples"),
+        (path, {"max_length": 2}, "that max_length 2 cuts away those of all 3 samples"),
+        (path, {"positions": 1}, "that the 1 positions of .* cut away those of all 3 samples"),
+    ):
+        with pytest.raises(InputError, match=f"expected tokens to train on, found {found} of {source}: none"):
+            training_examples([source], **options)
+
+
 REPEATING = [
     sample("a", [1, 2], [3, 4]),
     sample("b", [1, 2], [3, 4]),  # a's text

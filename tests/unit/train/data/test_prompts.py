@@ -7,6 +7,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from bpe import END_OF_TEXT, train_bpe
 from tokenizers.processors import TemplateProcessing
 from unit.train.data.chat.test_masks import assistant, user
 
@@ -14,7 +15,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.repetition import count_repeated_ngrams, repeated_ngram_share
 from draftsmith.train.data.chat import messages as reading
 from draftsmith.train.data.chat.masks import mask_plain
-from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 

@@ -5,6 +5,7 @@ import random
 from itertools import groupby
 
 import pytest
+from bpe import END_OF_TEXT, train_bpe
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
@@ -12,7 +13,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat import masks
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_contexts, mask_conversation
 from draftsmith.train.data.chat.templates import GrowingText, encode_rendered
-from draftsmith.train.data.corpus import END_OF_TEXT, train_bpe
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from bpe import END_OF_TEXT
 from support.templates import CONVERSATIONS, ENDS, TEMPLATES, tokenizer_of
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat.masks import ClosingTokens
-from draftsmith.train.data.corpus import END_OF_TEXT
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import mask_answers
 
