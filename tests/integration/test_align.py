@@ -21,7 +21,7 @@ CANDIDATES = {"carved": {"command": "distill", "init.layers": 1}}
 
 
 @pytest.fixture
-def config(pair_dirs, tmp_path):
+def config(pair_dirs, tmp_path, short_timing):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{a} {b} x"}) + "\n" for a in WORDS for b in WORDS))
     return AlignConfig(

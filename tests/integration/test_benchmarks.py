@@ -8,15 +8,17 @@ import signal
 import sys
 import time
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from pages import GUIDES
+from programs import Untraced
 from rich.console import Console
 from round_counts import count, random_drafts, tiny
 
-from benchmarks import common, floor, study
+from benchmarks import common, floor, study, timing
 from benchmarks.gpu import __main__ as gpu
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
@@ -76,43 +78,32 @@ def figures_of(bench, config_class, arguments, tmp_path, *shown):
     return json.loads(path.read_text())
 
 
-def test_a_study_trains_replays_and_compares_and_goes_on(pair_dirs, tmp_path, capsys):
-    """One step of two variants on a few short texts, next to a drafter that is there; and not again."""
+@pytest.mark.usefixtures("short_timing")
+def test_a_study_trains_replays_compares_and_prices_kinds_and_goes_on(pair_dirs, tmp_path, capsys):
+    """At equal steps and time, on a few short texts, next to a drafter that is there; and not again."""
     target, draft = map(str, pair_dirs)
-    fields = {"training.max_steps": 1, "training.use_cpu": True, "draft": draft}
-    variants = {name: fields | {"divergence": name} for name in ("tvd", "forward_kl")}
-    arguments = ["--target", target, "--variants", json.dumps(variants), "--seeds", "[0]"]
-    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--max_new_tokens", "6"]
-    arguments += ["--draft_lengths", "[1,2]"]
-    arguments += ["--drafters", json.dumps({"stock": draft}), "--output", str(tmp_path / "study")]
-    for _ in range(2):
-        common.run_benchmark(study.BenchStudyConfig, study.bench, study.shown, argv=arguments)
-    assert capsys.readouterr().out.count("tvd, seed 0") == 1
-    results = json.loads((tmp_path / "study" / "results.json").read_text())
-    assert set(results) == {*variants, "stock", "environment", "config"}
-    for name in (*variants, "stock"):
-        for figure, sums in results[name]["0"]["replayed"].items():
-            longest = 1 + int(figure[-1])
-            assert 1 <= sum(sums["tokens"]) / sum(sums["rounds"]) <= longest
-
-
-def test_kinds_are_compared_at_equal_steps_and_time_and_priced(pair_dirs, tmp_path, capsys):
-    variants = {"eagle": {}, "block": {"command": "block", "draft_vocabulary": 200}}
-    arguments = ["--recipe", "eagle", "--target", str(pair_dirs[0]), "--variants", json.dumps(variants)]
+    variants = {"draft": {"draft": draft}, "block": {"command": "block", "draft_vocabulary": 200}}
+    arguments = ["--target", target, "--variants", json.dumps(variants), "--drafters", json.dumps({"stock": draft})]
     arguments += ["--common", json.dumps({"training.max_steps": 2, "training.use_cpu": True}), "--seeds", "[0]"]
-    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--max_new_tokens", "6", "--draft_lengths", "[2]"]
-    arguments += ["--equal_time", "true", "--priced", "true", "--output", str(tmp_path / "study")]
-    common.run_benchmark(study.BenchStudyConfig, study.bench, study.shown, argv=arguments)
+    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--max_new_tokens", "6"]
+    arguments += ["--draft_lengths", "[1,2]", "--equal_time", "true", "--output", str(tmp_path / "study")]
+    for more in ([], ["--priced", "true"]):
+        common.run_benchmark(study.BenchStudyConfig, study.bench, study.shown, argv=[*arguments, *more])
+    said = capsys.readouterr().out
+    assert said.count("block, seed 0") == said.count("block, equal time, seed 0") == 1
     results = json.loads((tmp_path / "study" / "results.json").read_text())
     longer = results["block, equal time"]["0"]
     pace = results["block"]["0"]["seconds"] / 2
-    assert longer["steps"] == max(1, round(results["eagle"]["0"]["seconds"] / pace))
-    (table,) = study.shown(study.BenchStudyConfig(variants=variants, recipe="eagle"), results).values()
-    assert set(table) == {"eagle", "block", "block, equal time"}
-    for row in table.values():
-        assert row["T=0 γ=2 draft ms"] > 0
-        assert 0 < row["T=0 γ=2 speed-up"] <= row["T=0 γ=2 τ"].value
-    assert "block, equal time" in capsys.readouterr().out
+    assert longer["steps"] == max(1, round(results["draft"]["0"]["seconds"] / pace))
+    config = study.BenchStudyConfig(variants=variants, drafters={"stock": draft})
+    (table,) = study.shown(config, results).values()
+    assert set(table) == {"draft", "block", "block, equal time", "stock"}
+    assert set(results) == {*table, "costs", "environment", "config"}
+    for name, length in product(table, (1, 2)):
+        row, figure = table[name], f"T=0 γ={length}"
+        price, tau = results["costs"][figure][name.removesuffix(study.EQUAL_TIME)], row[f"{figure} τ"].value
+        assert 1 <= tau <= 1 + length and row[f"{figure} draft ms"] == price["draft_ms"] > 0
+        assert row[f"{figure} speed-up"] == pytest.approx(price["per_token"] * tau) and price["per_token"] > 0
 
 
 def test_variants_are_compared_with_the_baseline():
@@ -139,9 +130,8 @@ ACCURACIES += [[0.37 * 0.5**rank for rank in range(6)], [0.35 * 0.5**rank for ra
 def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
     """Whatever B and γ are; they were 67 and 1,334 for B = 8 at T = 1 when each row was verified by itself."""
     target, drafts = random_drafts()
-    for gamma in (2, 8):
-        chain = count(target, drafts["chain"], rows, temperature, draft_length=gamma)
-        assert chain.synchronisations <= (4 if temperature else 3)
+    chain = count(target, drafts["chain"], rows, temperature, draft_length=8)
+    assert chain.synchronisations <= (4 if temperature else 3)
     heads = MedusaHeads.of_target(target, len(ACCURACIES)).requires_grad_(False)
     proposer = MedusaProposer(heads, Tree.from_accuracies(ACCURACIES, 63))
     tree = count(target, (proposer, len(ACCURACIES), []), rows, temperature)
@@ -150,7 +140,8 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
 
 
 @pytest.mark.usefixtures("untraced")
-def test_rounds_are_timed_beside_their_products(pair, tmp_path):
+def test_rounds_are_timed_beside_their_products(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "Program", Untraced)
     arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "40"]
     figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
     assert set(figures["rounds"]) == {f"{name}, T = {t}" for name in ("plain", "mine") for t in (0, 1)}

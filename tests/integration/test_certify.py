@@ -155,7 +155,7 @@ def test_texts_of_two_servers_are_told_apart(files, server, tmp_path, capsys):  
     found = json.loads((tmp_path / "same" / "certificate.json").read_text())
     assert set(found["sampled"][0]["tests"]) == {"two samples"} and found["target"] is None
     assert found["servers"]["plain_server"]["counters"] is None
-    assert completions(server)[0]["prompt"].startswith("def f0") and "stop_token_ids" not in completions(server)[0]
+    assert completions(server)[0]["prompt"].startswith("def f") and "stop_token_ids" not in completions(server)[0]
     server.requests.clear()
     first = 6 + 138  # are the server's under test
     server.answer = unmetered(
@@ -254,10 +254,10 @@ def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
 
 
 def test_where_texts_end_early_more_are_asked_for(files, server, tmp_path, capsys):  # noqa: F811
-    server.answer = unmetered(lambda body, number: streamed(body, [1, 1, 1, END]))
+    server.answer = unmetered(lambda body, number: streamed(body, [1] * 9 + [END]))
     assert certify(files, server, tmp_path / "out", "--temperature", "1") == 3
     out = capsys.readouterr().out
-    assert "asks for 138 texts" in out and "T=1: 2000 tokens in 500 texts, 6 of them different" in out
+    assert "asks for 138 texts" in out and "T=1: 2000 tokens in 200 texts, 6 of them different" in out
 
 
 def test_a_target_that_cannot_write_texts_is_refused_before_any_is_asked_for(files, writes, tmp_path, capsys):

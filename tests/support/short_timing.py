@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks import study
 from draftsmith.decode.measurement import turns
 from draftsmith.decode.measurement.costs import measure_costs
 from draftsmith.scripts.choose import rounds
@@ -15,5 +16,5 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
     """Measure costs once, of few tokens, whether or not they agree."""
     patch.setattr(turns, "ATTEMPTS", 1)
     patch.setattr(turns, "WRITTEN", 6)
-    for module in (rounds, cost_file, switch):
+    for module in (rounds, cost_file, switch, study):
         patch.setattr(module, "measure_costs", partial(measure_costs, repeats=1))
