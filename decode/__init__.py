@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.base import Proposal as Proposal
     from draftsmith.decode.proposers.base import Proposer as Proposer
     from draftsmith.decode.proposers.draft_model import DraftModelProposer as DraftModelProposer
-    from draftsmith.decode.proposers.draft_tree import DynamicTree as DynamicTree
     from draftsmith.decode.proposers.early_exit import early_exit as early_exit
     from draftsmith.decode.proposers.hybrid import HybridProposer as HybridProposer
     from draftsmith.decode.proposers.hybrid import Switch as Switch
@@ -47,7 +46,6 @@ _EXPORTS = {
     "measurement.replay": ("Replay", "replay_acceptance"),
     "proposers.base": ("Proposal", "Proposer"),
     "proposers.draft_model": ("DraftModelProposer",),
-    "proposers.draft_tree": ("DynamicTree",),
     "proposers.early_exit": ("early_exit",),
     "proposers.hybrid": ("HybridProposer", "Switch"),
     "proposers.lookahead": ("LookaheadProposer",),

@@ -63,7 +63,7 @@ class Draft(CausalKind):
 class _OneByOne(Draft):
     """A draft that drafts one token in each forward."""
 
-    grows_trees = True
+    has_confidence = True
     by_token = True
 
     def proposer(self, model: "PreTrainedModel") -> "Proposer":
@@ -139,7 +139,7 @@ class RunAheadDraft(_OneByOne):
     """A draft that runs ahead in a second thread while the target verifies, one text at a time."""
 
     name, title = "run_ahead", "draft that runs ahead"
-    grows_trees = False
+    has_confidence = False
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the model."""

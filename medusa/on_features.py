@@ -19,7 +19,7 @@ from draftsmith.decode.cache import Slots, pad_right
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
+from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.proposers.feeder import Feeder, ProgramBlock
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
@@ -42,7 +42,7 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
     feeder: "StateFeeder"
 
-    def __init__(self, heads: Any, model: Any, tree: Tree | DynamicTree | None = None, greedy: bool = False):
+    def __init__(self, heads: Any, model: Any, tree: Tree | None = None, greedy: bool = False):
         self.heads, self.tree, self.greedy = heads.eval(), tree, greedy
         self.draft_model: PreTrainedModel = model.eval()
         self.wants_features = heads.layer_ids
@@ -140,8 +140,6 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
 
     def _widest(self, draft_length: int) -> int:
         """Return the largest number of siblings in a draft."""
-        if isinstance(self.tree, DynamicTree):
-            return self.tree.width
         depth = min(draft_length, self.longest or draft_length)
         return 1 if self.tree is None else max(map(len, self.tree.pruned(depth)[0].children))
 

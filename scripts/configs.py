@@ -27,8 +27,6 @@ class GenerateConfig(Sampling, TemplateOptions):
     the target's tokens under other ids."""
     draft_length: int = 4
     """γ, drafted tokens per round; for a tree, its depth."""
-    width: int = 0
-    """Draft a tree grown by probability, `width` children a node and `width`·γ nodes in all; 0 drafts a chain."""
     rule: str = "exact"
     """The rule that keeps drafted tokens: exact, which is lossless, or the lossy typical, threshold or cascade."""
     max_new_tokens: int = 128
@@ -47,8 +45,7 @@ class GenerateConfig(Sampling, TemplateOptions):
         self.drafter = only_drafter(self.drafter)
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(1), "max_new_tokens")
-        require(self, at_least(0), "width", "seed")
-        TREE_NODES.check("width: nodes of a tree of width · draft_length", max(self.width, 1) * self.draft_length)
+        require(self, at_least(0), "seed")
         as_rule(self.rule)
         if self.compare and self.drafter == [NONE]:
             raise InputError("compare: expected a drafter to compare with plain decoding, found none")

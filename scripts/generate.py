@@ -19,7 +19,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
-from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
@@ -195,13 +194,10 @@ def _encode(config: GenerateConfig, text: str, tokenizer: PreTrainedTokenizerBas
 
 
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
-    tree = DynamicTree(config.width, config.width * config.draft_length) if config.width else None
-    specs = drafter_specs(config.drafter, [config.draft_length], tree=tree)
-    for name, used in (("width", tree is not None), ("rule", config.rule == "cascade")):
-        if used and specs and not kind_named(specs[0].kind).grows_trees:
-            expected = " or ".join(kind.name for kind in KINDS if kind.grows_trees)
-            option = f"{name} {getattr(config, name)}, found {specs[0].kind}"
-            raise InputError(f"{name}: expected a drafter that has a confidence ({expected}) with {option}")
+    specs = drafter_specs(config.drafter, [config.draft_length])
+    if config.rule == "cascade" and specs and not kind_named(specs[0].kind).has_confidence:
+        expected = " or ".join(kind.name for kind in KINDS if kind.has_confidence)
+        raise InputError(f"rule: expected a drafter with a confidence ({expected}) for cascade, found {specs[0].kind}")
     # A draft model may have other ids here: nothing is compared with replay, which needs one tokenizer.
     return [replace(spec, kind=RenumberedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
 

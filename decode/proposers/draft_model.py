@@ -19,7 +19,7 @@ from draftsmith.decode.proposers.draft_forward import (
     program_shapes,
     read_draft,
 )
-from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, StaticDraft, draft_static_tree, grow_trees
+from draftsmith.decode.proposers.draft_tree import StaticDraft, draft_static_tree
 from draftsmith.decode.proposers.feeder import Feeder, ProgramBlock
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_position, replay_by_ranks
 from draftsmith.decode.replay.ranks import NONE, ranks_of
@@ -46,7 +46,7 @@ class DraftModelProposer(Proposer):
     probability zero.
 
     Without a `tree` it drafts chains. A `Tree` is the shape of every draft; its siblings are the most likely tokens at
-    T=0, and are drawn without replacement under sampling. A `DynamicTree` grows anew each round. `greedy` drafts the
+    T=0, and are drawn without replacement under sampling. `greedy` drafts the
     most likely tokens under sampling too, as vLLM does by default; this is lossless, and a token is accepted with
     probability p(argmax q) instead of Σ_v min(p, q).
 
@@ -57,7 +57,7 @@ class DraftModelProposer(Proposer):
     def __init__(
         self,
         draft_model: PreTrainedModel,
-        tree: Tree | DynamicTree | None = None,
+        tree: Tree | None = None,
         greedy: bool = False,
     ):
         check_rollback(draft_model, "draft model")
@@ -82,11 +82,8 @@ class DraftModelProposer(Proposer):
         self.temperature = (
             None if temperature is None else torch.tensor(temperature, dtype=torch.float64, device=device)
         )
-        widest = 0
-        if isinstance(self.tree, Tree):
-            widest = max(map(len, self.tree.pruned(task.draft_length)[0].children))
-        elif isinstance(self.tree, DynamicTree):
-            widest = self.tree.width
+        tree = self.tree and self.tree.pruned(task.draft_length)[0]
+        widest = max(map(len, tree.children)) if tree else 0
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self.in_programs = task.compiled and self.fits_programs(task)
@@ -100,8 +97,6 @@ class DraftModelProposer(Proposer):
 
     def most_fed(self, task: DraftTask) -> int:
         """Return the most tokens that are fed at once after the first texts, and the slots that a draft takes."""
-        if isinstance(self.tree, DynamicTree):  # all candidate nodes
-            return max(self.tree.width + (task.draft_length - 1) * self.tree.width**2, task.round_length)
         return max(self.nodes(task.draft_length), task.round_length)
 
     @cached_property
@@ -111,8 +106,6 @@ class DraftModelProposer(Proposer):
 
     def fits_programs(self, task: DraftTask) -> bool:
         """Return whether programs can draft: rows are alike, and no rule inspects tokens meanwhile."""
-        if isinstance(self.tree, DynamicTree):
-            return False
         if not runs_in_programs(self.draft_model) or not self.task.draw_siblings:
             return False
         if self.tree is not None and self.tree.pruned(task.draft_length)[0].depth > self.most_steps:
@@ -122,12 +115,7 @@ class DraftModelProposer(Proposer):
 
     def nodes(self, draft_length: int) -> int:
         """Return the number of nodes of the tree down to this depth, or the length of a chain."""
-        if isinstance(self.tree, Tree):
-            return len(self.tree.pruned(draft_length)[0])
-        if isinstance(self.tree, DynamicTree):
-            width = self.tree.width
-            return min(self.tree.nodes, width + (draft_length - 1) * width**2) if draft_length else 0
-        return draft_length
+        return draft_length if self.tree is None else len(self.tree.pruned(draft_length)[0])
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row, as far as the draft model has positions."""
@@ -156,8 +144,6 @@ class DraftModelProposer(Proposer):
         if self.in_programs and (block := self.feeder.program_block(texts)) is not None:
             return self._draft_in_programs(block, draft_lengths)
         logits = self.feeder.feed_texts(texts)[:, 0]
-        if isinstance(self.tree, DynamicTree):
-            return self._dynamic_trees(self.tree, texts, draft_lengths, logits)
         depth = max(draft_lengths)
         tree = Tree.chain(depth) if self.tree is None else self.tree.pruned(depth)[0]
         return self._static_trees(tree, texts, draft_lengths, logits)
@@ -178,9 +164,7 @@ class DraftModelProposer(Proposer):
         self.samplers = [self.samplers[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse drafts that grow, and trees under sampling."""
-        if isinstance(self.tree, DynamicTree):
-            return "replay: expected drafts of one shape, found some that grow: decode them"
+        """Refuse trees under sampling."""
         if self.tree is not None and do_sample:
             return "replay: expected chains under sampling, found a tree: decode with it"
         return None
@@ -288,24 +272,4 @@ class DraftModelProposer(Proposer):
         )
         slots = {node: slot for slot, node in enumerate(fed)}
         self._fed = [[slots.get(node, -1) for node in tree.pruned(draft.tree.depth)[1]] for draft in drafts]
-        return drafts
-
-    def _dynamic_trees(
-        self, shape: DynamicTree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
-    ) -> list[Proposal]:
-        """Grow each row's tree after texts whose next-token logits are given, (B, V)."""
-        # All rows feed the same number of nodes at each depth, so that they stay one batch.
-        trees = [GrowingTree(context, shape) for context in contexts]
-        logits_BFV, last = logits[:, None], max(draft_lengths)
-        for depth in range(1, last + 1):
-            grow_trees(trees, self.samplers, logits_BFV)
-            if depth < last:
-                tokens = torch.tensor([tree.choose_frontier() for tree in trees], device=logits.device)
-                visible = torch.stack([tree.visible() for tree in trees])
-                logits_BFV = self.feeder.feed_nodes(tokens, (depth - 1) * shape.width, visible, depth)
-        drafts, self._fed = [], []
-        for tree, k in zip(trees, draft_lengths, strict=True):
-            draft, slots = tree.draft(k)
-            drafts.append(draft)
-            self._fed.append(slots)
         return drafts

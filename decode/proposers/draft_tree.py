@@ -1,6 +1,6 @@
-"""Drafts that are trees, either of one fixed shape or grown anew each round.
+"""Drafts that are trees of one fixed shape.
 
-Shape suffixes: B rows, F nodes of a frontier, K nodes, N nodes fed so far, V vocabulary.
+Shape suffixes: B rows, F distributions of a level, K nodes, V vocabulary.
 """
 
 from abc import abstractmethod
@@ -13,29 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.forward import likeliest
-from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Proposal, Proposer, SiblingDraws
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, draw_siblings, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """A tree grown anew each round by cumulative draft probability (Li et al. 2024, arXiv 2406.16858, section 4).
-
-    At each depth the `width` most probable nodes get their `width` most likely children. The `nodes` most probable
-    nodes of the tree are verified. The tree is a function of the text alone, so it is lossless under sampling too:
-    siblings are tried as one-hot drafts.
-    """
-
-    width: int = 4
-    nodes: int = 12
-
-    def __post_init__(self) -> None:
-        if self.width < 1 or self.nodes < self.width:
-            raise InputError(f"dynamic tree: expected 1 ≤ width ≤ nodes, found width {self.width}, nodes {self.nodes}")
-
 
 DEEPEST = 8  # the depth of the deepest tree of a drafter without a limit of its own
 
@@ -43,7 +24,7 @@ DEEPEST = 8  # the depth of the deepest tree of a drafter without a limit of its
 class TreeProposer(Proposer):
     """A proposer that drafts any tree of fixed shape: `measurement.tree_search` finds the best one."""
 
-    tree: Tree | DynamicTree | None  # the shape of its drafts; None for chains
+    tree: Tree | None  # the shape of its drafts; None for chains
 
     @property
     def depth(self) -> int:
@@ -52,7 +33,7 @@ class TreeProposer(Proposer):
 
     def shape(self, depth: int) -> Tree:
         """Return the fixed shape of drafts down to this depth, a chain if it has none."""
-        return self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
+        return Tree.chain(depth) if self.tree is None else self.tree.pruned(depth)[0]
 
     @abstractmethod
     def with_tree(self, tree: Tree) -> Self:
@@ -269,83 +250,3 @@ def _scores(
             texts = [sampler.after(*args) for sampler, *args in rows]
         known[parent] = texts, scores_of_rows(samplers, logits_BFV[:, 0 if alike else index], texts)
     return torch.stack([known[parent][1] for parent in level.parents], 1)
-
-
-def grow_trees(trees: Sequence["GrowingTree"], samplers: Sequence[Sampler], logits_BFV: Tensor) -> None:
-    """Give each node of all rows' frontiers its most likely children, from the logits after it."""
-    scores_BFV = torch.stack([tree.scores(*args) for tree, *args in zip(trees, samplers, logits_BFV, strict=True)])
-    width = trees[0].shape.width
-    best = scores_BFV.log_softmax(-1).topk(width)
-    # One transfer for probabilities and ids, in double precision, which represents ids exactly.
-    read_BFK = torch.cat([best.values.double(), best.indices.double()], -1).tolist()
-    for tree, read_FK in zip(trees, read_BFK, strict=True):
-        tree.grow([values[:width] for values in read_FK], [list(map(int, values[width:])) for values in read_FK])
-
-
-class GrowingTree:
-    """One row's tree as it grows after a text, (T,)."""
-
-    def __init__(self, context: Tensor, shape: DynamicTree):
-        self.context, self.shape = context, shape
-        self.parents: list[int] = []
-        self.tokens: list[int] = []
-        self.weights: list[float] = []  # log of the cumulative probability
-        self.confidence: list[float] = []  # log of max q in the node's context
-        self.frontier = [ROOT]
-        self.slots: dict[int, int] = {}  # the slots after the text of the nodes that were fed
-        self._newest = 0  # the first node of the greatest depth
-
-    def scores(self, sampler: Sampler, logits_FV: Tensor) -> Tensor:
-        """Return the processed logits after each node of the frontier, (F, V)."""
-        texts = [self.context] * len(logits_FV)
-        if not sampler.context_free:
-            paths = [self.context.new_tensor([self.tokens[n] for n in self._path(node)]) for node in self.frontier]
-            weights = [0.0 if node == ROOT else self.weights[node] for node in self.frontier]
-            texts = [sampler.after(self.context, *args) for args in zip(paths, weights, strict=True)]
-        return sampler.scores(logits_FV, texts)
-
-    def grow(self, log_q_FW: Sequence[Sequence[float]], tokens_FW: Sequence[Sequence[int]]) -> None:
-        """Give each node of the frontier its most likely children."""
-        self._newest = len(self.parents)
-        for node, values, indices in zip(self.frontier, log_q_FW, tokens_FW, strict=True):
-            before = 0.0 if node == ROOT else self.weights[node]
-            self.parents += [node] * self.shape.width
-            self.tokens += indices
-            self.weights += [before + value for value in values]
-            self.confidence += [values[0]] * self.shape.width
-
-    def choose_frontier(self) -> list[int]:
-        """Take the most probable of the newest nodes as the next frontier, and return their tokens."""
-        self.frontier = self._most_probable(self._newest, len(self.weights), self.shape.width)
-        self.slots |= {node: len(self.slots) + f for f, node in enumerate(self.frontier)}
-        return [self.tokens[node] for node in self.frontier]
-
-    def visible(self) -> Tensor:
-        """Return the mask of the fed nodes to which each node of the frontier attends, (F, N) bool."""
-        visible = torch.zeros(len(self.frontier), len(self.slots), dtype=torch.bool)
-        for f, node in enumerate(self.frontier):
-            visible[f, [self.slots[ancestor] for ancestor in self._path(node)]] = True
-        return visible
-
-    def draft(self, draft_length: int) -> tuple[Proposal, list[int]]:
-        """Return the most probable nodes of the first `draft_length` depths, and their slots, or −1."""
-        width = self.shape.width
-        allowed = width + (draft_length - 1) * width**2 if draft_length else 0  # the nodes of these depths
-        # A child is never more probable than its parent, so the most probable nodes form a tree.
-        nodes = self._most_probable(0, min(allowed, len(self.weights)), self.shape.nodes)
-        new = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
-        tree = Tree(tuple(new[self.parents[node]] for node in nodes))
-        confidence = torch.tensor([self.confidence[node] for node in nodes], device=self.context.device).exp()
-        tokens = self.context.new_tensor([self.tokens[node] for node in nodes])
-        return Proposal(tokens, None, tree, confidence), [self.slots.get(node, -1) for node in nodes]
-
-    def _most_probable(self, first: int, end: int, count: int) -> list[int]:
-        """Return the `count` nodes of greatest weight among `first` … `end` − 1, ascending."""
-        return sorted(sorted(range(first, end), key=lambda node: (-self.weights[node], node))[:count])
-
-    def _path(self, node: int) -> list[int]:
-        nodes = []
-        while node != ROOT:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]

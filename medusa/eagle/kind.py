@@ -27,7 +27,7 @@ class Eagle(HeadsKind):
         "draftsmith.medusa.eagle.memory:EaglePlan",
         made=("draft_vocabulary", "layer_ids", "norm_", "fc_norm"),
     )
-    grows_trees = True
+    has_confidence = True
     tree_key = "eagle_tree"
     formats = ("own", "vllm", "sglang", "speculators")
     launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")

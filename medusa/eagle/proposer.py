@@ -21,7 +21,6 @@ from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collect_features, decoder_of
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.proposers.base import DraftTask
-from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.replay.starts import LogitsOfRounds
 from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_packing, lengths_to_read
 from draftsmith.decode.sampling import Sampler, align_vocabulary
@@ -97,11 +96,11 @@ class EagleProposer(FeatureProposer):
     Args:
         heads: EAGLE-3 heads of the target.
         tree: None drafts chains. A `Tree` has one shape for every round; its siblings are the most likely tokens at
-            T=0, and drawn without replacement under sampling. A `DynamicTree` grows (EAGLE-2, arXiv 2406.16858).
+            T=0, and drawn without replacement under sampling.
         greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
     """
 
-    def __init__(self, heads: EagleHeads, tree: Tree | DynamicTree | None = None, greedy: bool = False):
+    def __init__(self, heads: EagleHeads, tree: Tree | None = None, greedy: bool = False):
         super().__init__(heads, EagleModel(heads), tree, greedy)
 
     def make_feeder(self, task: DraftTask, block: int) -> "EagleFeeder":

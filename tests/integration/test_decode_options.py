@@ -10,7 +10,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.decode import (
     DraftModelProposer,
-    DynamicTree,
     InputError,
     autoregressive_generate,
     speculative_decode,
@@ -20,7 +19,7 @@ from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
-TREES = [None, Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]), DynamicTree(3, 7)]
+TREES = [None, Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])]
 
 
 def batch(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:

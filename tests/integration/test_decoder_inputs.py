@@ -235,7 +235,7 @@ def test_a_constraint_is_asked_about_the_row_it_is_for(target, draft, tree):
 
 
 EXACT = [
-    *(("draft", shape) for shape in ("chain", "tree", "dynamic tree")),
+    *(("draft", shape) for shape in ("chain", "tree")),
     *((kind, "chain") for kind in ("run_ahead", "prompt_lookup", "lookahead", "block")),
     *((kind, "tree") for kind in ("medusa", "eagle")),
     ("hybrid", "lookup, draft"),

@@ -5,7 +5,7 @@ import torch
 from conftest import perturbed, tiny_llama
 from families import tiny_model
 
-from draftsmith.decode import DraftModelProposer, DynamicTree, Tree, cache, speculative_generate
+from draftsmith.decode import DraftModelProposer, Tree, cache, speculative_generate
 
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 DEEP = Tree.from_choices([(0,), (1,), (1, 0), (1, 0, 0)])
@@ -50,11 +50,11 @@ def rounds(target, draft, tree, new=40, do_sample=True) -> set[int]:
     return watched.accepted
 
 
-@pytest.mark.parametrize("tree", [None, TREE, DynamicTree(2, 6)], ids=["chain", "tree", "dynamic tree"])
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 def test_rounds_are_fresh_forwards(tree):
     """With some that dropped all of the draft, and some that kept all of it."""
     target = tiny_llama(0)
-    assert {0, 3} <= rounds(target, perturbed(target, 0.2), tree) or isinstance(tree, DynamicTree)
+    assert {0, 3} <= rounds(target, perturbed(target, 0.2), tree)
     assert rounds(target, perturbed(target, 0.1), tree, 12, do_sample=False)
 
 

@@ -16,7 +16,6 @@ from draftsmith.decode import (
     Cascade,
     DecodeOutput,
     DraftModelProposer,
-    DynamicTree,
     InputError,
     Threshold,
     Tree,
@@ -39,7 +38,6 @@ LEARNED_POSITIONS = ["gpt2", "opt"]
 SHAPES = {
     "chain": None,
     "tree": Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-    "dynamic": DynamicTree(3, 7),
 }
 RULES: dict[str, Rule] = {"threshold": Threshold(0.05), "typical": Typical(), "cascade": Cascade(0.2)}
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -391,7 +389,6 @@ def test_decoder_replay_and_training_see_the_same_window(name):
 
 WINDOWED_HEADS = {
     "eagle chain": lambda target: EagleProposer(eagle(target, sliding_window=4)),
-    "eagle dynamic tree": lambda target: EagleProposer(eagle(target, sliding_window=4), DynamicTree(2, 5)),
     "block chain": lambda target: BlockProposer(
         block(target, layers=2, layer_types=["sliding_attention", FULL], sliding_window=4)
     ),
@@ -410,11 +407,10 @@ def test_heads_with_a_window_forget_what_is_behind_it(name):
     assert 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
     for layer in proposer.feeder.model.cache.layers:
         assert (layer.first > 0 and layer.keys.shape[2] < 261) == layer.is_sliding
-    if "tree" not in name:
-        written = [row[61 - len(text) :] for text, row in zip(texts, plain, strict=True)]
-        replay = replay_acceptance(target, proposer, written, [40, 61], [3], 0, max_new_tokens=200)
-        accepted = [text.counts[3].num_accepted_tokens for text in replay.texts]
-        assert accepted == [counts.num_accepted_tokens for counts in out.row_counts]
+    written = [row[61 - len(text) :] for text, row in zip(texts, plain, strict=True)]
+    replay = replay_acceptance(target, proposer, written, [40, 61], [3], 0, max_new_tokens=200)
+    accepted = [text.counts[3].num_accepted_tokens for text in replay.texts]
+    assert accepted == [counts.num_accepted_tokens for counts in out.row_counts]
 
 
 def test_a_window_that_was_forgotten_is_not_read(monkeypatch):

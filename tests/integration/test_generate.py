@@ -28,7 +28,6 @@ from transformers import (
 from unit.decode.proposers.test_renumbered import permuted
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.speculative import Round
 from draftsmith.medusa import BlockDrafter, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -276,7 +275,7 @@ def retokenized(root: Path, name: str, tokenizer: PreTrainedTokenizerFast, new: 
     return root / name
 
 
-@pytest.mark.parametrize("options", [{}, {"width": 2}, {"temperature": 1}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1}])
 def test_a_draft_with_other_ids_does_what_the_draft_does(pair, capsys, tokenizer, options):
     expected = ran(capsys, flags(pair, **options))
     draft = retokenized(pair, "permuted", *permuted(tokenizer))
@@ -329,15 +328,6 @@ def test_a_parallel_draft_drafts_the_tree_of_its_config(pair, tmp_path, capsys):
     assert out == decoded(pair)[0] + "\n"
     rounds, drafted = (int(re.search(words, err)[1]) for words in (r"in (\d+) rounds", r"of (\d+) drafted"))
     assert rounds < NEW and drafted in (2 * rounds, 2 * rounds - 2)
-
-
-def test_trees(pair, capsys, temperature=1):
-    text, _, rounds = decoded(pair, tree=DynamicTree(2, 6), draft_length=3, do_sample=temperature > 0, top_k=0)
-    out, err = ran(capsys, flags(pair, width=2, draft_length=3, temperature=temperature))
-    assert out == text + "\n"
-    accepted, drafted = sum(r.accepted for r in rounds), sum(r.nodes for r in rounds)
-    assert f"{accepted} of {drafted} drafted accepted ({accepted / drafted:.0%} at γ = 3)" in err
-    assert any(r.nodes > r.drafted for r in rounds)
 
 
 def test_none_draws_what_plain_decoding_draws(pair, capsys):
@@ -413,11 +403,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
         ({"drafter": "oracle"}, "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle,"),
         ({"drafter": "medusa:nowhere"}, "Medusa heads: expected a model directory"),
         ({"drafter": "early_exit:3"}, "drafter: expected early_exit:N with at most the target's 2 layers, found 3"),
-        (
-            {"width": 2, "drafter": "unigram"},
-            "width: expected a drafter that has a confidence (eagle or draft or renumbered or early_exit)",
-        ),
-        ({"rule": "cascade", "drafter": "prompt_lookup"}, "with rule cascade, found prompt_lookup"),
+        ({"rule": "cascade", "drafter": "prompt_lookup"}, "for cascade, found prompt_lookup"),
         ({"compare": True, "drafter": "none"}, "compare: expected a drafter to compare with plain"),
         ({"prompt": ""}, "prompt: expected some text, found an empty string"),
         ({"max_new_tokens": 512}, "max_new_tokens: expected prompt and text within the target's 512 positions, found"),

@@ -312,7 +312,6 @@ def test_searched_trees_become_chains_where_states_follow_one_path(name, heads_w
     ("flags", "expected"),
     [
         (["--drafter", "lookahead"], "drafter: lookahead: expected chains"),
-        (["--drafter", "early_exit:1", "--width", "2"], "width: expected chains"),
     ],
 )
 def test_trees_that_are_asked_for_are_refused_before_weights_are_read(flags, expected, place, capsys, monkeypatch):

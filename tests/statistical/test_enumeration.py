@@ -30,7 +30,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.decode import DraftModelProposer, DynamicTree, RunAheadProposer, Tree, cache, speculative
+from draftsmith.decode import DraftModelProposer, RunAheadProposer, Tree, cache, speculative
 from draftsmith.decode.cache.layers import IndexedLayer
 from draftsmith.decode.cache.states import StateLayer
 from draftsmith.decode.proposers import draft_tree, run_ahead
@@ -258,7 +258,6 @@ def nowhere(draft):
 NAN = {
     "after a token": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1, names=3))),
     "in a tree": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1, names=3)), tree=TREE),
-    "in a dynamic tree": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1)), tree=DynamicTree(2, 4)),
     "everywhere": lambda: DraftModelProposer(nowhere(tiny_gpt2(1))),
 }
 

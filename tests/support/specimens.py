@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode import (
     BlindProposer,
     DraftModelProposer,
-    DynamicTree,
     HybridProposer,
     LookaheadProposer,
     ParallelDraftProposer,
@@ -146,7 +145,6 @@ SPECIMENS: dict[str, Specimen] = {
             "chain": lambda target: DraftModelProposer(near(target)),
             "greedy chain": lambda target: DraftModelProposer(near(target), greedy=True),
             "tree": lambda target: DraftModelProposer(near(target, few(target)), TREE),
-            "dynamic tree": lambda target: DraftModelProposer(near(target), DynamicTree(2, 5)),
         },
         save_causal(near),
         training=lambda pipeline: [f"--draft={pipeline / 'draft'}"],
@@ -176,9 +174,7 @@ SPECIMENS: dict[str, Specimen] = {
             "normed chain": lambda target: EagleProposer(eagle(target, norm_output=True, fc_norm=True)),
             "chain with a window": lambda target: EagleProposer(eagle(target, sliding_window=3)),
             "tree": lambda target: EagleProposer(eagle(target, named_tokens(target)), TREE),
-            "dynamic tree with a window": lambda target: EagleProposer(
-                eagle(target, sliding_window=2), DynamicTree(2, 5)
-            ),
+            "tree with a window": lambda target: EagleProposer(eagle(target, sliding_window=2), TREE),
         },
         save_heads(eagle),
     ),

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from draftsmith.decode.proposers.base import Proposer
-    from draftsmith.decode.proposers.draft_tree import DynamicTree
     from draftsmith.decode.tree import Tree
     from draftsmith.train.kinds.kind import DrafterKind
 
@@ -26,7 +25,7 @@ class DrafterSpec:
     """A directory or hub id; for kinds without files their argument, such as the layers of an early exit."""
     name: str | None = None  # the name in reports; its kind if None
     draft_lengths: Sequence[int] = (4,)  # the values of γ; drafters with their own tree draft to its depth
-    tree: "Tree | DynamicTree | None" = None  # the tree to draft; if None the tree of its config, or a chain
+    tree: "Tree | None" = None  # the tree to draft; if None the tree of its config, or a chain
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class Loading:
         if self.chains_only:
             raise InputError(f"{found}: expected chains, which is all that the target can follow, found a tree")
 
-    def tree(self, spec: DrafterSpec, own: "Tree | None") -> "Tree | DynamicTree | None":
+    def tree(self, spec: DrafterSpec, own: "Tree | None") -> "Tree | None":
         """Return the tree that a spec asks for, or a drafter's own; None, with a line, where chains alone can be."""
         if spec.tree is not None or own is None or own.is_chain or not self.chains_only:
             return own if spec.tree is None else spec.tree

@@ -70,7 +70,7 @@ class DrafterKind(ABC):
     flags: ClassVar[tuple[str, ...]] = ()  # flags that are aliases of `--drafter KIND:` and a value
     switch: ClassVar[bool] = False  # these flags take no value
     recipe: ClassVar[Recipe | None] = None  # the command that trains it
-    grows_trees: ClassVar[bool] = False  # it has a confidence, by which trees grow and cascades accept
+    has_confidence: ClassVar[bool] = False  # it has a confidence, by which trees grow and cascades accept
     by_token: ClassVar[bool] = False  # the acceptance of a token does not depend on the start of its round
     drafts_less: ClassVar[bool] = False  # it may draft fewer tokens than γ, or none
     copies: ClassVar[bool] = False  # its drafts are copies of the text, which need no model

@@ -88,7 +88,7 @@ class Unigram(DrafterKind):
 class EarlyExit(DrafterKind):
     """Drafts with the target's first layers; its argument is their number."""
 
-    name, title, stored, grows_trees = "early_exit", "an early exit", False, True
+    name, title, stored, has_confidence = "early_exit", "an early exit", False, True
     flags = ("exit_layers",)
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:

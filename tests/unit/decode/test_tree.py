@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from draftsmith.decode import DraftModelProposer, DynamicTree, InputError, Tree
+from draftsmith.decode import DraftModelProposer, InputError, Tree
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
@@ -192,7 +192,6 @@ REFUSED = [
     ),
     *(("accuracies", Tree.from_accuracies, ([[0.5], [0.2, wrong]], 3)) for wrong in (-0.1, 1.1, math.nan)),
     *(("nodes", Tree.from_accuracies, ([[0.5]], nodes)) for nodes in (0, -1)),
-    *(("dynamic tree", DynamicTree, sizes) for sizes in ((0, 4), (-1, 4), (3, 2), (1, 0))),
 ]
 
 
@@ -202,7 +201,7 @@ def test_what_is_no_tree_is_refused(field, make, arguments):
         make(*arguments)
 
 
-@pytest.mark.parametrize("shape", [Tree.from_choices([(i,) for i in range(8)]), DynamicTree(8, 8)])
+@pytest.mark.parametrize("shape", [Tree.from_choices([(i,) for i in range(8)])])
 def test_no_more_siblings_than_tokens(shape):
     proposer = DraftModelProposer(tiny_llama(0, vocab_size=7), tree=shape)
     with pytest.raises(InputError, match=r"^tree: expected at most V = 7 siblings, found 8$"):

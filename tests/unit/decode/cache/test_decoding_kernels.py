@@ -9,7 +9,6 @@ from trained_parallel import as_parallel
 
 from draftsmith.decode import (
     DraftModelProposer,
-    DynamicTree,
     LookaheadProposer,
     ParallelDraftProposer,
     PromptLookupProposer,
@@ -35,7 +34,6 @@ TARGET = model(0)
 DRAFTERS: dict[str, Callable[[], Proposer]] = {
     "draft": lambda: DraftModelProposer(model(1, 1)),
     "draft, tree": lambda: DraftModelProposer(model(1, 1), TREE),
-    "draft, dynamic tree": lambda: DraftModelProposer(model(1, 1), DynamicTree(2, 5)),
     "parallel": lambda: ParallelDraftProposer(as_parallel(model(1, 1), 90, 4)),
     "lookup": PromptLookupProposer,
     "lookahead": LookaheadProposer,
@@ -43,7 +41,6 @@ DRAFTERS: dict[str, Callable[[], Proposer]] = {
     "Hydra": lambda: MedusaProposer(MedusaHeads.of_target(TARGET, 3, hydra=True), TREE),
     "EAGLE-3": lambda: EagleProposer(EagleHeads.of_target(TARGET)),
     "EAGLE-3, tree": lambda: EagleProposer(EagleHeads.of_target(TARGET), TREE),
-    "EAGLE-3, dynamic tree": lambda: EagleProposer(EagleHeads.of_target(TARGET), DynamicTree(2, 5)),
 }
 
 

@@ -11,7 +11,6 @@ from waits import Waits
 
 from draftsmith.decode import (
     DraftModelProposer,
-    DynamicTree,
     LookaheadProposer,
     ParallelDraftProposer,
     PromptLookupProposer,
@@ -30,8 +29,6 @@ PROPOSERS = {
     "lookup": (lambda: PromptLookupProposer(), [3, 0]),
     # The window's next tokens, of all rows at once.
     "lookahead": (lambda: LookaheadProposer(ngram=3, guesses=2), [4, 1]),
-    # A depth of a tree is known before the next one is fed.
-    "dynamic tree": (lambda: DraftModelProposer(tiny_llama(1), tree=DynamicTree(2, 4)), [4, 4]),
 }
 
 

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.decode import (
     BlindProposer,
     DraftModelProposer,
-    DynamicTree,
     InputError,
     LookaheadProposer,
     PromptLookupProposer,
@@ -362,7 +361,6 @@ def test_drafts_that_replay_does_not_apply_to_are_refused(repeating):
     draft, text = near(repeating, 0.1), torch.arange(1, 12)
     for proposer, temperature, said in (
         (LookaheadProposer(), 0.0, "LookaheadProposer"),
-        (DraftModelProposer(draft, tree=DynamicTree()), 0.0, "found some that grow"),
         (DraftModelProposer(draft, tree=TREE), 1.0, "found a tree"),
     ):
         with pytest.raises(InputError, match=said):
