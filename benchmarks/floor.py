@@ -17,16 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.common import ASSETS, BenchmarkConfig, main
-from benchmarks.timing import (
-    TEXT,
-    UNCOUNTED,
-    Decode,
-    check_rounds,
-    methods,
-    options_at,
-    prompts,
-    timed_rounds,
-)
+from benchmarks.timing import TEXT, UNCOUNTED, Decode, check_rounds, methods, options_at, prompts, timed_rounds
 from draftsmith.decode.cache.forward import Forward
 from draftsmith.decode.cache.program import Programs
 from draftsmith.decode.cache.weights import groups

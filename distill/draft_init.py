@@ -22,14 +22,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.early_exit import early_exit
-from draftsmith.distill.carving import (
-    Carving,
-    alternating_layers,
-    attention_layers,
-    describe,
-    scale_norm,
-    ways_to_keep,
-)
+from draftsmith.distill.carving import Carving, alternating_layers, attention_layers, describe, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.checkpoint import check_rope, check_rope_keys

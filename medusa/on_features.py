@@ -23,11 +23,7 @@ from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.proposers.feeder import Feeder, ProgramBlock
 from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.starts import (
-    LogitsOfRounds,
-    acceptance_by_start,
-    ranks_by_start,
-)
+from draftsmith.decode.replay.starts import LogitsOfRounds, acceptance_by_start, ranks_by_start
 from draftsmith.decode.replay.texts import AtTokens, WrittenText, fit_positions
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree

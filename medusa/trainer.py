@@ -97,10 +97,7 @@ class HeadsTrainer(RecipeTrainer, ABC):
         return self.cause_of_bad_new_heads
 
     def chain_loss(
-        self,
-        positions: HeadPositions,
-        learners: Sequence[Learner],
-        teacher: tuple[Tensor, OutputHead] | None,
+        self, positions: HeadPositions, learners: Sequence[Learner], teacher: tuple[Tensor, OutputHead] | None
     ) -> Tensor:
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
 

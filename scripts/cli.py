@@ -35,7 +35,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
         "plan": (
             "computes whether a training run will fit its GPUs, and how long it takes; needs no weights and no GPU",
             "train.memory.machines:Machines",
-        ),
+        )
     },
     "measure": {
         "measure": (

@@ -19,12 +19,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.examples import (
-    TrainingData,
-    require_disjoint_prompts,
-    split_off,
-    training_examples,
-)
+from draftsmith.train.data.examples import TrainingData, require_disjoint_prompts, split_off, training_examples
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.data.shards import completion_files

@@ -9,16 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import (
-    InputError,
-    at_least,
-    between,
-    finite,
-    more_than,
-    one_of,
-    require,
-    require_some,
-)
+from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.train.files import identity
 from draftsmith.train.job.arguments import require_possible
 from draftsmith.train.job.defaults import TRAINING, Defaults

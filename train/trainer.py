@@ -20,13 +20,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as DataSampler
-from transformers import (
-    EarlyStoppingCallback,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProgressCallback,
-    TrainerState,
-)
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerState
 from transformers.training_args import OptimizerNames
 
 from draftsmith.decode.cache import rotate_by_text

@@ -92,10 +92,7 @@ def gate_figures(config: BenchGateConfig) -> Figures:
             level = confidence_of_each(CONFIDENCE, count)
             together = np.array([times.lower_ends(level) for times in drawn])
             row = f"{n} prompts, {count} setting{'s' if count > 1 else ''}"
-            false[row] = {
-                "by each alone": _share(alone.max(1) > BOUND),
-                "at once": _share(together.max(1) > BOUND),
-            }
+            false[row] = {"by each alone": _share(alone.max(1) > BOUND), "at once": _share(together.max(1) > BOUND)}
             power[row] = {}
             for over in OVER:
                 faster = np.where(np.arange(count) == 0, over, 1.0)

@@ -79,11 +79,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **op
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
     packed = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(rows, heads // groups, groups * length, width),
-        key,
-        value,
-        attn_mask=mask,
-        **options,
+        query.reshape(rows, heads // groups, groups * length, width), key, value, attn_mask=mask, **options
     )
     return packed.reshape(rows, heads, length, -1)
 

@@ -45,11 +45,7 @@ def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
 
 @torch.inference_mode()
 def first_mismatch(
-    target: PreTrainedModel,
-    plain: Tensor,
-    other: Tensor,
-    prompt_length: int,
-    sampler: Sampler = GREEDY,
+    target: PreTrainedModel, plain: Tensor, other: Tensor, prompt_length: int, sampler: Sampler = GREEDY
 ) -> Mismatch | None:
     """Return the first mismatch of a text with plain decoding's at T=0, both (T,) int64 with the prompt; None if equal.
 

@@ -178,14 +178,7 @@ def replay_acceptance(
     """
     sampler = Sampler.of(temperature, top_k, top_p)
     replays = replay_drafters(
-        target,
-        {"": proposer},
-        sequences,
-        prompt_lengths,
-        draft_lengths,
-        sampler,
-        max_new_tokens,
-        allow_biased,
+        target, {"": proposer}, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens, allow_biased
     )
     return replays[""]
 

@@ -54,12 +54,7 @@ class DraftModelProposer(Proposer):
     another way overrides `draft`. `most_fed`, `most_steps` and `fits_programs` are the other methods that differ.
     """
 
-    def __init__(
-        self,
-        draft_model: PreTrainedModel,
-        tree: Tree | None = None,
-        greedy: bool = False,
-    ):
+    def __init__(self, draft_model: PreTrainedModel, tree: Tree | None = None, greedy: bool = False):
         check_rollback(draft_model, "draft model")
         if has_whole_head(draft_model):
             raise InputError(

@@ -267,9 +267,7 @@ class BlockProposer(FeatureProposer):
         self.feeder.feed_unfed(texts)
         slots = self.heads.config.block_size
         hidden_BSH = self.feeder.model.feed(
-            ends_B2[:, 1:].expand(-1, slots),
-            self.feeder.lengths,
-            visible=self.heads.seen_slots(ends_B2.device),
+            ends_B2[:, 1:].expand(-1, slots), self.feeder.lengths, visible=self.heads.seen_slots(ends_B2.device)
         )
         tree, drawn = self.shape(max(lengths)), self.draws and (self.tree is None or self.task.draw_siblings)
         logits_after = self._block.logits_after(tree, hidden_BSH, ends_B2, self.task.vocab_size)

@@ -22,11 +22,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.decode.replay.starts import (
-    LogitsOfRounds,
-    acceptance_by_start,
-    ranks_by_start,
-)
+from draftsmith.decode.replay.starts import LogitsOfRounds, acceptance_by_start, ranks_by_start
 from draftsmith.decode.replay.texts import AtTokens, WrittenText, contexts_of
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads.model import MedusaHeads

@@ -29,14 +29,7 @@ from draftsmith.medusa.base import DraftingHeads
 from draftsmith.medusa.mtp.native import check_mapping, check_names, load_native, make_layers, stored_layers
 from draftsmith.medusa.round_attention import Rounds, same_text
 from draftsmith.medusa.target_states import gather_weights
-from draftsmith.train.checkpoint import (
-    WEIGHTS,
-    check_finite,
-    files_of,
-    mtp_layers,
-    reading_errors,
-    stored_tensors,
-)
+from draftsmith.train.checkpoint import WEIGHTS, check_finite, files_of, mtp_layers, reading_errors, stored_tensors
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.quantization import float_state, own_shapes
 
@@ -241,12 +234,7 @@ class MtpHeads(DraftingHeads):
         return SimpleNamespace(logits=outputs[:, -logits_to_keep:])
 
     def unroll(
-        self,
-        embeddings: Tensor,
-        states: Tensor,
-        positions: Tensor,
-        num_steps: int,
-        texts: Tensor | None = None,
+        self, embeddings: Tensor, states: Tensor, positions: Tensor, num_steps: int, texts: Tensor | None = None
     ) -> list[Tensor]:
         """Return the outputs of steps 0 … K − 1 of the rounds that begin at every position, (B, T − k, H) each.
 

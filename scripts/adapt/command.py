@@ -120,10 +120,7 @@ def _step(config: AdaptConfig, step: Path) -> Step:
     training |= config.training(own, [str(text), *config.old_text], drafter)
     stages.run("train", [recipe.command, *flags_of(training)])
     compared: Comparison = stages.call(
-        "compare",
-        [texts, config.draft_length],
-        lambda: compare(config, deployed, str(drafter), texts),
-        Comparison,
+        "compare", [texts, config.draft_length], lambda: compare(config, deployed, str(drafter), texts), Comparison
     )
     low = compared.gain.ci95[0] if compared.gain.ci95 else None
     better = low is not None and low > config.min_gain

@@ -25,14 +25,7 @@ from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import read
 from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Standing, close_to, outlook, outlooks, settings_text, verdict
-from draftsmith.scripts.choose.sweep import (
-    AMOUNTS,
-    Sweep,
-    candidates_of,
-    commands_in_turns,
-    own_fields,
-    survivors,
-)
+from draftsmith.scripts.choose.sweep import AMOUNTS, Sweep, candidates_of, commands_in_turns, own_fields, survivors
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import Stages

@@ -11,13 +11,7 @@ from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.kinds import run_of
 from draftsmith.train.kinds.parts import Side
 from draftsmith.train.teacher.served import ServedTarget, urls_of
-from draftsmith.train.teacher.served_check import (
-    LENGTHS,
-    check_states,
-    library_at_hand,
-    require_files,
-    require_served,
-)
+from draftsmith.train.teacher.served_check import LENGTHS, check_states, library_at_hand, require_files, require_served
 from draftsmith.train.teacher.target_ends import read_ends
 
 TEXT = """A server that holds a large model computes what a smaller one learns from. It reads a text once, from the

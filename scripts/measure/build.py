@@ -11,13 +11,7 @@ from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure import predictions
-from draftsmith.scripts.measure.estimates import (
-    Observation,
-    Observations,
-    emitted_and_rounds,
-    rows_of,
-    same_length,
-)
+from draftsmith.scripts.measure.estimates import Observation, Observations, emitted_and_rounds, rows_of, same_length
 from draftsmith.scripts.measure.state import PROBABILISTIC, REPEATS, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
 from draftsmith.scripts.report import types as report
@@ -175,8 +169,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         replay=None
         if replay is None
         else report.ReplayedLength(
-            replay.mean_acceptance_length[method.draft_length],
-            _agrees(measured, replay, rows, method, temperature),
+            replay.mean_acceptance_length[method.draft_length], _agrees(measured, replay, rows, method, temperature)
         ),
         lossless=measured.lossless[*setting, method],
         by_category=by_group(measured.categories(), decoded, own, plain, length),

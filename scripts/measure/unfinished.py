@@ -24,10 +24,7 @@ from draftsmith.train.provenance import environment
 T = TypeVar("T")
 SCHEMA = "draftsmith.unfinished/1"
 DIRECTORY, SETTINGS = ".unfinished", "settings.json"
-MAY_CHANGE = (
-    *("output", "costs", "min_speedup", "min_gain"),
-    *("confidence", "trust_remote_code"),
-)
+MAY_CHANGE = (*("output", "costs", "min_speedup", "min_gain"), *("confidence", "trust_remote_code"))
 """Settings that do not change what is decoded: the output, what is timed in addition, and the verdict."""
 IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "threads")
 """Settings that name a file, or leave a choice open: the manifest compares the content or the choice itself."""

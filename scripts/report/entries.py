@@ -176,14 +176,7 @@ class Cause(Entry):
     """A possible cause, with something to try."""
 
     name: Literal[
-        "template",
-        "not lossless",
-        "target",
-        "dtype",
-        "draft sampling",
-        "counting",
-        "another drafter",
-        "draft",
+        "template", "not lossless", "target", "dtype", "draft sampling", "counting", "another drafter", "draft"
     ]
     evidence: str
     remedy: str

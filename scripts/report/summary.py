@@ -24,10 +24,7 @@ def markdown(report: Report) -> str:
         result = "passed" if gate.passed else "failed"
         lines += [f"Gate: {required}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
-    lines += [
-        "| T | B | drafter | γ | α | τ | speed-up | predicted |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines += ["| T | B | drafter | γ | α | τ | speed-up | predicted |", "|---|---|---|---|---|---|---|---|"]
     for run in report.runs:
         cells = [
             f"{run.temperature:g}",

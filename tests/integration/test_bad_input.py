@@ -51,12 +51,7 @@ def command(made, tmp_path, capfd):
             "doctor": drafts,
             "prepare": {"prompts": made / "prompts.jsonl", "output": output, "endpoint": "http://127.0.0.1:9/v1"},
             "certify": {"server": "http://127.0.0.1:9", "output": output / "certificate.json"},
-            "tree": {
-                "heads": made / "heads",
-                "completions": f"[{made / 'completions'}]",
-                "nodes": 4,
-                "output": output,
-            },
+            "tree": {"heads": made / "heads", "completions": f"[{made / 'completions'}]", "nodes": 4, "output": output},
             "export": {"heads": made / "heads", "format": "vllm", "output": output, "dtype": None},
         }[name]
         given |= fields

@@ -20,12 +20,7 @@ from draftsmith.decode import (
     Tree,
     speculative_generate,
 )
-from draftsmith.decode.measurement.certificate import (
-    FALSE_ALARM,
-    Certificate,
-    certify_greedy,
-    certify_sampled,
-)
+from draftsmith.decode.measurement.certificate import FALSE_ALARM, Certificate, certify_greedy, certify_sampled
 from draftsmith.decode.measurement.distribution_test import (
     distribution_test,
     plain_texts,

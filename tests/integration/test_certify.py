@@ -167,10 +167,7 @@ def test_texts_of_two_servers_are_told_apart(files, server, tmp_path, capsys):  
     assert "its texts are not the plain server's" in out
 
 
-FAULTS = {
-    "greedy": "uniform by",
-    "behind the end": "texts continue after their end",
-}
+FAULTS = {"greedy": "uniform by", "behind the end": "texts continue after their end"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers import (
-    StoppingCriteria,
-    StoppingCriteriaList,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import StoppingCriteria, StoppingCriteriaList, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode import (
     Counts,

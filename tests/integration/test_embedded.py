@@ -9,13 +9,7 @@ import torch
 from rich.console import Console
 from transformers import Trainer
 
-from draftsmith.decode import (
-    Counts,
-    DraftModelProposer,
-    InputError,
-    autoregressive_generate,
-    speculative_generate,
-)
+from draftsmith.decode import Counts, DraftModelProposer, InputError, autoregressive_generate, speculative_generate
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart
 from draftsmith.train.data.corpus import stdlib_modules, stdlib_prompts

@@ -50,10 +50,7 @@ REFUSED = {
     ("Domino, fill-in", "sglang"): "found a pure_draft_prefix_len of 0, where SGLang decodes 1 alone; take own$",
     ("DSpark, two-sided", "vllm"): "is_causal False, which DeepSpec's files cannot say; take speculators",
 }
-CUT = {
-    "DSpark, cut": {"markov_rank": 4, "block_size": 3},
-    "DFlash, cut": {"block_size": 3, "anchor_guesses": False},
-}
+CUT = {"DSpark, cut": {"markov_rank": 4, "block_size": 3}, "DFlash, cut": {"block_size": 3, "anchor_guesses": False}}
 SERVED, EVEN = ("vllm", "speculators"), torch.arange(0, 40, 2)
 SPECULATORS_VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
 

@@ -35,10 +35,7 @@ LENGTHS = (3, 11, 6)  # prompts within the window and past it; with NEW tokens a
 
 WINDOWED = [name for name, (_, options) in FAMILIES.items() if "sliding_window" in options]
 LEARNED_POSITIONS = ["gpt2", "opt"]
-SHAPES = {
-    "chain": None,
-    "tree": Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-}
+SHAPES = {"chain": None, "tree": Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])}
 RULES: dict[str, Rule] = {"threshold": Threshold(0.05), "typical": Typical(), "cascade": Cascade(0.2)}
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 PENALISED = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}

@@ -250,10 +250,7 @@ def flags(root, *more: str) -> list[str]:
 def test_the_command(root, tmp_path, capsys):
     assert "profile" in cli.COMMANDS
     for i, (drafter, kind, temperature, depth) in enumerate(
-        [
-            (("--draft", str(root / "draft")), "draft", "0.8", 3),
-            (("--medusa", str(root / "heads")), "medusa", "0", 2),
-        ]
+        [(("--draft", str(root / "draft")), "draft", "0.8", 3), (("--medusa", str(root / "heads")), "medusa", "0", 2)]
     ):
         out = tmp_path / str(i)
         more = ["--batch-size", "1,2", "--temperature", temperature, "--draft-length", "3", "--output", str(out)]

@@ -4,10 +4,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from draftsmith.decode import (
-    DraftModelProposer,
-    speculative_generate,
-)
+from draftsmith.decode import DraftModelProposer, speculative_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer

@@ -8,12 +8,7 @@ from conftest import perturbed, tiny_llama
 from transformers import PreTrainedModel
 from unit.decode.proposers.test_renumbered import permuted
 
-from draftsmith.decode import (
-    Counts,
-    DraftModelProposer,
-    Tree,
-    speculative_generate,
-)
+from draftsmith.decode import Counts, DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.proposers.renumbered import matching_ids, renumber_draft, stand_in
 
 ASSETS = Path(__file__).parents[2] / "assets"

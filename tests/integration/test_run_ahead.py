@@ -7,17 +7,9 @@ import time
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
-from transformers import (
-    LogitsProcessorList,
-    NoBadWordsLogitsProcessor,
-)
+from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor
 
-from draftsmith.decode import (
-    DraftModelProposer,
-    InputError,
-    autoregressive_generate,
-    speculative_generate,
-)
+from draftsmith.decode import DraftModelProposer, InputError, autoregressive_generate, speculative_generate
 from draftsmith.decode.proposers.run_ahead import RunAheadProposer
 from draftsmith.decode.sampling import Sampler
 

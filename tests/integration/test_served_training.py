@@ -5,15 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipelines import (
-    LAST_BITS,
-    block_configured,
-    configured,
-    eagle_configured,
-    furthest,
-    heads_configured,
-    history,
-)
+from pipelines import LAST_BITS, block_configured, configured, eagle_configured, furthest, heads_configured, history
 from process_jobs import eagled
 from processes import forked
 from safetensors.torch import load_file

@@ -29,10 +29,7 @@ from draftsmith.train.data.prompts import Prompt, mask_answers
 from draftsmith.train.endpoint.client import Client, SentPrompt
 from draftsmith.train.endpoint.http import ServerFailure
 
-ASKED = {
-    CHAT: {"messages": [{"role": "user", "content": "Rain?"}]},
-    TEXT: {"prompt": "Rain?"},
-}
+ASKED = {CHAT: {"messages": [{"role": "user", "content": "Rain?"}]}, TEXT: {"prompt": "Rain?"}}
 PATHS = pytest.mark.parametrize("path", [CHAT, TEXT], ids=["chat", "text"])
 WAYS = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 

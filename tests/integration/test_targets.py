@@ -10,13 +10,7 @@ from families import HIDDEN, tiny_model
 from gemma import gemma_tokenizer, seeing_gemma, tiny_gemma
 from safetensors.torch import load_file, save_file
 from specimens import rotated
-from transformers import (
-    AutoModelForImageTextToText,
-    MambaConfig,
-    MambaForCausalLM,
-    Mistral3Config,
-    Qwen2_5_VLConfig,
-)
+from transformers import AutoModelForImageTextToText, MambaConfig, MambaForCausalLM, Mistral3Config, Qwen2_5_VLConfig
 
 from draftsmith.decode import DraftModelProposer, early_exit, speculative_generate
 from draftsmith.decode.cache import NO_PROGRAMS, CachedModel, cached_numbers, state_bytes
@@ -51,10 +45,7 @@ TARGETS = [*NOT_ROLLED_BACK, *DECODED]
 NO_LAYERS = "target: expected a model whose decoder has its layers in `layers`"
 REFUSALS = {
     **{("carve", family): "init: expected weights that fit the carved config" for family in ("llama4", "deepseek-v3")},
-    (
-        "plan of carving",
-        "gemma4-moe",
-    ): "init: expected weights that fit the carved config",  # the last one is full
+    ("plan of carving", "gemma4-moe"): "init: expected weights that fit the carved config",  # the last one is full
     **{(name, "gemma4"): "target: expected layers with keys and embeddings" for name in ("carve", "plan of carving")},
     **{(name, family): NO_LAYERS for name in ("features", "eagle", "block") for family in ("gpt-neo", "bloom")},
 }
@@ -308,12 +299,7 @@ def test_searched_trees_become_chains_where_states_follow_one_path(name, heads_w
     assert err.count(NO_PROGRAMS) == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--drafter", "lookahead"], "drafter: lookahead: expected chains"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "expected"), [(["--drafter", "lookahead"], "drafter: lookahead: expected chains")])
 def test_trees_that_are_asked_for_are_refused_before_weights_are_read(flags, expected, place, capsys, monkeypatch):
     monkeypatch.setattr(pair, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
     base = ["generate", "--target", str(place("lfm2") / "target"), "--prompt", "x = 1", "--max_new_tokens", "4"]

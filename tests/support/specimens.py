@@ -200,13 +200,7 @@ SPECIMENS: dict[str, Specimen] = {
                 block(target, **RECURRENT, token_map=named_tokens(target)), TREE
             ),
             "recurrent, anchor guesses nothing, causal": lambda target: BlockProposer(
-                block(
-                    target,
-                    **RECURRENT,
-                    block_size=LENGTH + 1,
-                    anchor_guesses=False,
-                    is_causal=True,
-                ),
+                block(target, **RECURRENT, block_size=LENGTH + 1, anchor_guesses=False, is_causal=True)
             ),
             "causal tree": lambda target: BlockProposer(
                 block(target, is_causal=True, markov_rank=0, token_map=named_tokens(target)), TREE
@@ -223,11 +217,7 @@ SPECIMENS: dict[str, Specimen] = {
         save_heads(mtp),
     ),
     "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
-    "suffix": Specimen(
-        {"chain": lambda target: SuffixProposer(min_match=1)},
-        argument=":1",
-        confident=False,
-    ),
+    "suffix": Specimen({"chain": lambda target: SuffixProposer(min_match=1)}, argument=":1", confident=False),
     "lookahead": Specimen({"chain": lambda target: LookaheadProposer()}, confident=False),
     "unigram": Specimen({"of the text": lambda target: BlindProposer()}),
     "early_exit": Specimen({"chain": lambda target: DraftModelProposer(early_exit(target, 1))}, argument=":1"),

@@ -94,10 +94,7 @@ class StateServer:
         scores = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:], dtype=torch.long)[:, None])[:, 0].tolist()
         logprobs = [None, *({str(t): {"logprob": s, "rank": 1}} for t, s in zip(ids[1:], scores, strict=True))]
         choice = {"index": 0, "text": "", "prompt_logprobs": logprobs if "prompt_logprobs" in body else None}
-        return {
-            "choices": [choice],
-            "kv_transfer_params": {"hidden_states_path": f"/nowhere/{name}"},
-        }
+        return {"choices": [choice], "kv_transfer_params": {"hidden_states_path": f"/nowhere/{name}"}}
 
 
 class Handler(LocalHandler):

@@ -59,14 +59,7 @@ from draftsmith.train.data.shards import (
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
 from draftsmith.train.files import identity, require_writable
 from draftsmith.train.job.processes import Processes, join_launched, terminable
-from draftsmith.train.models import (
-    check_head,
-    load_config,
-    load_model,
-    load_tokenizer,
-    named_device,
-    resolve_dtype,
-)
+from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,7 @@ from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.decode.options import Filters
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.endpoint.answers import (
-    Delta,
-    Generated,
-    ModelList,
-    StreamPart,
-    WholeCompletion,
-    whole_ids,
-)
+from draftsmith.train.endpoint.answers import Delta, Generated, ModelList, StreamPart, WholeCompletion, whole_ids
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
 

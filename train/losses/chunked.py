@@ -213,9 +213,7 @@ class _ChunkedSum(torch.autograd.Function):
                 with torch.autocast(device, enabled=False):
                     states_gradient = gradients[learner.states]
                     maps = learner.maps(
-                        tensors,
-                        operands[learner.states][at],
-                        None if states_gradient is None else states_gradient[at],
+                        tensors, operands[learner.states][at], None if states_gradient is None else states_gradient[at]
                     )
                     b_V = None if learner.bias is None else operands[learner.bias]
                     # This buffer holds the logits first; the loop over parts overwrites them with their gradients.

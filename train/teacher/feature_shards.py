@@ -135,12 +135,7 @@ class FeatureShards:
         return len(text[1]) - 1
 
     def write(
-        self,
-        path: Path,
-        source: Source,
-        texts: list[Text],
-        compute: Callable[..., States],
-        done: Callable[[int], Any],
+        self, path: Path, source: Source, texts: list[Text], compute: Callable[..., States], done: Callable[[int], Any]
     ) -> None:
         """Compute or ask for the states of a source and write its shard; `done` gets each batch's number of samples."""
         with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:

@@ -68,11 +68,7 @@ def ask_servers(
 
 
 def compare_states(
-    urls: Sequence[str],
-    target: str,
-    ends: PreTrainedModel,
-    texts: Sequence[list[int]],
-    trust_remote_code: bool = False,
+    urls: Sequence[str], target: str, ends: PreTrainedModel, texts: Sequence[list[int]], trust_remote_code: bool = False
 ) -> None:
     """Compare servers' states of the first tokens of some texts with the target's, and print how far they agree."""
     rows = [ids[:length] for ids, length in zip(texts, LENGTHS, strict=False) if len(ids) > 1]

@@ -5,14 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from draftsmith.medusa.eagle.formats.importing import import_eagle
-from draftsmith.medusa.eagle.formats.writing import (
-    EAGLE_FORMATS,
-    GAMMA,
-    eagle_refusal,
-    notes,
-    server_config,
-    tensors,
-)
+from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, GAMMA, eagle_refusal, notes, server_config, tensors
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.formats import HeadsFormats

@@ -3,16 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftsmith.decode.errors import (
-    InputError,
-    Range,
-    at_least,
-    at_most,
-    between,
-    finite,
-    require,
-    require_some,
-)
+from draftsmith.decode.errors import InputError, Range, at_least, at_most, between, finite, require, require_some
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts, only_drafter

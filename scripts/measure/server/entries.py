@@ -170,11 +170,7 @@ def _require_drafts(observed: Observed, accepted: Sequence[estimates.Acceptance]
 
 
 def _run(
-    observed: Observed,
-    setting: Setting,
-    accepted: estimates.Acceptance,
-    own: Observation,
-    plain: Observation | None,
+    observed: Observed, setting: Setting, accepted: estimates.Acceptance, own: Observation, plain: Observation | None
 ) -> report.Run:
     config, total, length = observed.config, accepted.total, accepted.draft_length
     if config.draft_length == 0:

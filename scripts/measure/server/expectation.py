@@ -12,13 +12,7 @@ from draftsmith.scripts.measure.server.compare import reconcile
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
 from draftsmith.scripts.measure.server.observe import Observed
-from draftsmith.scripts.measure.server.pairing import (
-    CountedAnswers,
-    ServedSetting,
-    ServedText,
-    texts_of,
-    too_few,
-)
+from draftsmith.scripts.measure.server.pairing import CountedAnswers, ServedSetting, ServedText, texts_of, too_few
 from draftsmith.scripts.report.entries import Reconciliation, Role
 from draftsmith.scripts.report.rounds import ExpectedText, RoundsSettings, read_rounds
 from draftsmith.scripts.report.types import Setting, Verifier

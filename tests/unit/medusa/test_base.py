@@ -20,10 +20,7 @@ from draftsmith.train.models import empty_model
 
 VOCAB, POSITIONS = 97, 512
 TOKENS = torch.arange(40)
-KINDS = {
-    "eagle": (EagleHeads, import_eagle, Eagle()),
-    "block": (BlockDrafter, import_block, Block()),
-}
+KINDS = {"eagle": (EagleHeads, import_eagle, Eagle()), "block": (BlockDrafter, import_block, Block())}
 WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
 LINEAR, THETA, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 10000.0}, {"rope_type": "default"}
 TWO_SETS = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 16}

@@ -210,11 +210,7 @@ class _TurnReader:
     """Reads the assistant's turns of a conversation, each in its own context."""
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Message],
-        closing: ClosingTokens,
-        ends: Collection[int],
+        self, template: ChatTemplate, messages: Sequence[Message], closing: ClosingTokens, ends: Collection[int]
     ):
         self.ends = ends or [template.tokenizer.eos_token_id]
         self._template, self._messages = template, messages

@@ -22,14 +22,7 @@ from draftsmith.scripts.measure.predictions import costs_entry, curve_of, nodes_
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import comparisons, judge_runs, more_prompts, partial
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
-from draftsmith.scripts.report.types import (
-    Failure,
-    Gate,
-    GatePart,
-    ProposerEntry,
-    Run,
-    Speed,
-)
+from draftsmith.scripts.report.types import Failure, Gate, GatePart, ProposerEntry, Run, Speed
 from draftsmith.scripts.report.words import headline
 from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt

@@ -172,10 +172,7 @@ def faulty(model) -> dict[str, tuple[dict, str]]:
             "finite, found NaN",
         ),
         "other tokens": ({"fault": lambda states, ids: (states, ids[::-1])}, "tokens that were sent.* found those of"),
-        "short": (
-            {"fault": lambda states, ids: (states[:-1], ids)},
-            r"3, 32\) in float32, found \(\d+, 3, 32\)",
-        ),
+        "short": ({"fault": lambda states, ids: (states[:-1], ids)}, r"3, 32\) in float32, found \(\d+, 3, 32\)"),
         "another dtype": ({"fault": lambda states, ids: (states.half(), ids)}, "in float32, found .* in float16"),
         "rows of others": (
             {"fault": lambda states, ids: (states.roll(1, 0), ids)},

@@ -10,13 +10,7 @@ import torch
 from conftest import tiny_llama
 from families import tiny_model
 
-from draftsmith.decode import (
-    DraftModelProposer,
-    HybridProposer,
-    PromptLookupProposer,
-    SuffixProposer,
-    Switch,
-)
+from draftsmith.decode import DraftModelProposer, HybridProposer, PromptLookupProposer, SuffixProposer, Switch
 from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.copied import CopyProposer
 from draftsmith.decode.sampling import Sampler
