@@ -176,7 +176,7 @@ def test_a_draft_that_learned_from_the_log_drafts_for_the_same_server(agent, tra
     (agent / "current").symlink_to(agent / "draft", target_is_directory=True)
     flags = [f"--target={agent / 'target'}", f"--drafter={agent / 'current'}", f"--log=[{agent / 'log.jsonl'}]"]
     flags += [f"--output={agent / 'adapted'}", "--swap=true", "--newest=8", "--least=8", "--temperature=0"]
-    flags += ["--epochs=40", "--max_new_tokens=64", "--learning.training.learning_rate=3e-3"]
+    flags += ["--learning={training: {num_train_epochs: 40, learning_rate: 0.003}}", "--max_new_tokens=64"]
     assert cli.main(["adapt", *flags]) == 0
     texts = [choice for answer in traffic[0] for choice in answer["choices"]]
     assert texts[0]["finish_reason"] == "stop" and texts[2]["stop_reason"] == "wants"
