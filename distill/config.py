@@ -27,9 +27,6 @@ class ParallelOptions(Options):
     """The least share of positions that have a mask for a token at any distance."""
     parallel_decay: float = 1.0
     """The loss weighs the j-th token after the next one by decay^j."""
-    parallel_importance: bool = False
-    """Divide a mask's weight by the share of positions that have it. The loss is then, on average, that of all masks,
-    but its gradients vary more."""
     parallel_mask_token: int | str | None = None
     """The mask token of a parallel draft, as an id or as the tokenizer writes it. No text may contain it. By default it
     is the initial draft's, or else the first row beyond the tokenizer, or an unused special token."""

@@ -46,10 +46,10 @@ REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 
 FILE_ONLY = frozenset({
     "min_p", "repetition_penalty", "no_repeat_ngram_size", "invalid_prompts", "max_prompt_tokens",
-    "any_target", "dedup", "source_weights", "unfinished", "lossless_tokens",
+    "any_target", "source_weights", "unfinished", "lossless_tokens",
     "alpha", "beta", "eta", "decay", "on_policy_tokens", "patience",
     "attn_implementation", "loss_chunk", "save_dtype",
-    "parallel_retention", "parallel_minimum", "parallel_decay", "parallel_importance", "parallel_mask_token",
+    "parallel_retention", "parallel_minimum", "parallel_decay", "parallel_mask_token",
     "head_learning_rate_multiplier", "warmup_heads",
     "norm_before_fc", "fc_norm", "norm_output",
     "anchors", "mask_token",

@@ -70,7 +70,7 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
             raise InputError(f"{path}: expected completions that {config.target} wrote, found those of {other}")
 
     def read(field: str) -> TrainingData:
-        options = config.max_length, size, config.dedup, Path(str(config.training.output_dir)), field, positions
+        options = config.max_length, size, Path(str(config.training.output_dir)), field, positions
         return training_examples(getattr(config, field), *options)
 
     train, heldout = read("completions"), None

@@ -15,8 +15,6 @@ from draftsmith.train.job.arguments import require_possible
 from draftsmith.train.job.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions, TeacherOptions, seconds_of
 
-DUPLICATES = ("texts", "prompts")
-"""Values of `dedup`; the later one includes the earlier."""
 OPTIMIZERS = ("auto", "trainer", "muon")
 OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 LASTING = ("temperature", "top_k", "top_p", "prompt_loss", "optimizer", *(f"training.{name}" for name in OF_OPTIMIZER))
@@ -60,8 +58,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     source_weights: list[float] = field(default_factory=list)
     """How often an epoch takes the samples (or packed rows) of each of `completions`: 1 is once, 0.3 a random 30 % of
     them, others each epoch; all once if not given."""
-    dedup: str | None = None
-    """Leave out samples that repeat an earlier one's tokens ("texts"), or also an earlier one's prompt ("prompts")."""
     any_target: bool = False
     """Learn from completions that another target wrote, too."""
     unfinished: bool = False
@@ -221,7 +217,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
         return self.heldout if isinstance(self.heldout, list) else []
 
     def _check_sources(self) -> None:
-        require(self, one_of(DUPLICATES), "dedup")
         require(self, finite(more_than(0)), "source_weights")
         if not isinstance(self.heldout, list):
             require(self, between(0, 1), "heldout")

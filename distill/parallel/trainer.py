@@ -57,10 +57,7 @@ class ParallelTrainer(DistillTrainer):
         self.length = config.parallel
         self.shares = kept_shares(config.parallel, config.parallel_retention, config.parallel_minimum)
         decay = config.parallel_decay ** np.arange(self.length)
-        # Importance weights undo the thinning of masks, on average.
-        weights = decay / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decay
-        self._decay_K = torch.tensor(decay, dtype=torch.float32, device=self.args.device)
-        self._weights_K = torch.tensor(weights, dtype=torch.float32, device=self.args.device)
+        self._weights_K = torch.tensor(decay, dtype=torch.float32, device=self.args.device)
         self._mask_work = np.zeros(3)  # `Chains.work`, summed since the last line of the log
 
     def get_batch_samples(
@@ -173,7 +170,7 @@ class ParallelTrainer(DistillTrainer):
         return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
 
     def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
-        weighted_BE = (table_BNKF[..., 4] * (inside_BNK * self._decay_K)).flatten(1)
+        weighted_BE = (table_BNKF[..., 4] * (inside_BNK * self._weights_K)).flatten(1)
         losses = [losses_E.sum() for losses_E in weighted_BE]
         plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
         a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)

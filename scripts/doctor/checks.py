@@ -1,7 +1,7 @@
-"""Checks of `draftsmith doctor` on configs and tokenizers, without weights."""
+"""Checks of `draftsmith doctor` on configs and tokenizers, without weights, and on servers that give states."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ import torch
 from draftsmith.decode.cache import check_rollback, follows_one_path, layers_with_states, runs_in_programs
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
+from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.kinds import drafter_specs, recipe_of, run_of, stored_as
 from draftsmith.scripts.pair import NOT_HERE
@@ -21,9 +23,16 @@ from draftsmith.train.kinds.parts import Part, Side, load_side
 from draftsmith.train.kinds.quantities import count_of
 from draftsmith.train.memory.machines import Machines
 from draftsmith.train.models import DTYPES, check_head
+from draftsmith.train.teacher.served import ServedTarget, urls_of
+from draftsmith.train.teacher.served_check import LENGTHS, check_states, library_at_hand, require_files, require_served
+from draftsmith.train.teacher.target_ends import read_ends
 
 # The names that safetensors has for dtypes of arithmetic; all others are quantised.
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TEXT = """A server that holds a large model computes what a smaller one learns from. It reads a text once, from the
+first word to the last, and keeps what each of its layers makes of every word. The smaller model sees these states, and
+the words that followed them, and learns to guess the next ones: in a round of drafting it proposes several, and the
+large model accepts those that it would have written itself. So nothing of the text changes, only the time it takes."""
 
 
 @dataclass(frozen=True)
@@ -224,3 +233,37 @@ def _special_tokens(target: Side) -> Finding:
     if by_tokenizer or not ends:
         return Finding("warning", name, text, "put eos_token_id into generation_config.json, or `generate` runs on")
     return Finding("ok", name, text)
+
+
+def check_teacher(config: DoctorConfig, target: Side) -> Iterator[Finding]:
+    """Ask the servers of `--teacher` what they serve, and compare their states with the target's."""
+    name, remedy = "teacher", "start the servers as docs/teachers.md says"
+    urls = urls_of(config.teacher)
+    try:
+        with phase("asking the servers"), ServedTarget(urls) as teacher:
+            served = teacher.served
+            assert served is not None
+            plans = [planned(kind.name, file, config.target) for kind, file in map(run_of, config.run)]
+            for layer_ids in [plan.layer_ids for plan in plans] or [()]:
+                require_served(served, urls[0], target.model.config, layer_ids)
+            depths, quantized = ", ".join(map(str, served.layer_ids)), served.quantization or "not quantised"
+            text = f"{', '.join(urls)}: {served.model} in {served.dtype}, {quantized}, by vLLM {served.vllm}"
+            yield Finding(
+                "ok", name, f"{text}; states after layers {depths}, texts of up to {served.max_model_len} tokens"
+            )
+            name, remedy = "its files", "serve the model that you name as --target"
+            if require_files(served, urls[0], config.target):
+                yield Finding("ok", name, f"those of {config.target}")
+            else:
+                text = f"those of {served.model} cannot be compared with {config.target}"
+                yield Finding("warning", name, text, "give both as directories, or both as the hub's ids")
+            name = "its states"
+            ids = target.tokenizer.encode(TEXT)
+            texts = [ids[start : start + length] for start, length in enumerate(LENGTHS)]
+            ends = read_ends(config.target, served.dtype, trust_remote_code=config.trust_remote_code)
+            library = library_at_hand(config.target, served.dtype, float("inf"), config.trust_remote_code)
+            for found in check_states(teacher, ends, texts, library):
+                yield Finding("ok", name, str(found))
+    except InputError as error:
+        refused = Finding.of(error, "teacher")
+        yield replace(refused, name=name, remedy=remedy)

@@ -10,11 +10,10 @@ from rich.text import Text
 
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.doctor import loss_masks
-from draftsmith.scripts.doctor.checks import check_run, check_setup, load_setup
+from draftsmith.scripts.doctor.checks import check_run, check_setup, check_teacher, load_setup
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
-from draftsmith.scripts.doctor.teacher import check_teacher
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Loading

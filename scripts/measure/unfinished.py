@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -96,23 +96,16 @@ def _manifest(
 ) -> dict[str, Any]:
     settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
     here = environment(pair.target.device, pair.dtype)
-    sha = here.pop("git_sha")
+    sha, digest = here.pop("git_sha"), hashlib.sha256()
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        digest.update(json.dumps([prompt.category, ids]).encode())
     models = {"target": config.target} | {
         d.name if d.kind == d.name else f"{d.kind} {d.name}": d.path for d in pair.drafters
     }
     return {
         "schema": SCHEMA,
         "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
-        "prompts": identified_prompts(config.prompts, zip(prompts, encoded, strict=True)),
+        "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(prompts)},
         **{name: {"path": path} | identity(path) for name, path in models.items() if path is not None},
         "versions": {"draftsmith": version("draftsmith"), "git_sha": sha},
     }
-
-
-def identified_prompts(path: str, prompts: Iterable[tuple[Prompt, object]]) -> dict[str, Any]:
-    """Return a digest and count of prompts, given each with the plain JSON that a model is sent of it."""
-    digest, count = hashlib.sha256(), 0
-    for prompt, content in prompts:
-        digest.update(json.dumps([prompt.category, content]).encode())
-        count += 1
-    return {"path": path, "sha256": digest.hexdigest(), "count": count}

@@ -308,7 +308,7 @@ def test_what_domino_files_say_and_leave_out(target, tmp_path):
 def test_the_command_writes_tells_and_reads(target, pair_dirs, tmp_path, capsys):
     where, own = pair_dirs[0], tmp_path / "DSpark"
     for name, format, said, tells in (
-        ("DSpark", "vllm", "--speculative-config", "# of its Markov head: vLLM 0.32 decodes with it only on GPUs"),
+        ("DSpark", "vllm", "--speculative-config", "# DSpark drafter of 3 tokens, "),
         ("DFlash", "sglang", "--speculative-algorithm DFLASH", "token 3 for a mask, on the outputs of the target's"),
         ("DFlash 2", "vllm", '"method":"dflash"', "# DFlash2 drafter of 3 tokens, "),
         ("Domino", "sglang", "--speculative-algorithm DFLASH", "# SGLang drafts 3 of its 4 tokens"),

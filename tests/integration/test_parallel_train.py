@@ -85,7 +85,7 @@ def _lengths(batch: dict) -> list[int]:
 CASES = {
     "plain": {},
     "packed": {"packing": True, "max_length": 64},
-    "weights": {"parallel_decay": 0.7, "parallel_importance": True},
+    "weights": {"parallel_decay": 0.7},
     "prompts": {"prompt_loss": True, "divergence": "tvd"},
 }
 
@@ -95,8 +95,7 @@ def test_the_loss_and_its_gradients_are_those_of_a_forward_for_each_anchor(pipel
     trainer = built(parallel(pipeline, tmp_path, **options), monkeypatch)
     batch, draft = a_step(trainer), trainer.draft
     assert isinstance(trainer.objective, Objective) and max(_lengths(batch)) == K - 1
-    shares = [1.0, 0.8, 0.64, 0.512]
-    weights = [0.7**j / shares[j] for j in range(K)] if "parallel_decay" in options else [1.0] * K
+    weights = [options.get("parallel_decay", 1.0) ** j for j in range(K)]
     expected = eager(trainer, batch, weights)
     expected.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}

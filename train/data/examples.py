@@ -20,7 +20,6 @@ from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import check_samples
 from draftsmith.train.job.processes import is_first
 from draftsmith.train.losses.positions import IGNORED
-from draftsmith.train.recipe import DUPLICATES
 
 logger = logging.get_logger(__name__)
 
@@ -107,7 +106,6 @@ def training_examples(
     paths: Sequence[str],
     max_length: int | None = None,
     vocab_size: int | None = None,
-    dedup: str | None = None,
     output: Path | None = None,
     field: str = "completions",
     positions: int | None = None,
@@ -115,8 +113,7 @@ def training_examples(
     """Return the samples of completions that `draftsmith prepare` wrote, as training rows.
 
     Samples without a token to learn from are left out. Samples longer than `max_length` or the model's `positions` are
-    cut. `dedup` leaves out samples that repeat an earlier one's tokens ("texts"), or also its prompt, the tokens before
-    the first to learn from ("prompts"). Warnings count all of these. A read-only directory is mapped in `output`.
+    cut. Warnings count both. A read-only directory is mapped in `output`.
 
     Raises:
         InputError: a directory is malformed, repeats a sample, has nothing to learn, or an id not below `vocab_size`.
@@ -141,10 +138,7 @@ def training_examples(
             f"{field}: {limit} {cut.sum()} of {len(texts)} samples, and with their ends {lost} of "
             f"{total} tokens to learn from ({lost / total:.1%}): {_listed(texts, np.flatnonzero(cut))}"
         )
-    members = np.flatnonzero(kept_tokens > 0)
-    if dedup is not None:
-        members = _without_duplicates(texts, members, dedup, field)
-    return TrainingData(texts, members, max_length)
+    return TrainingData(texts, np.flatnonzero(kept_tokens > 0), max_length)
 
 
 def _check_directory(
@@ -169,20 +163,6 @@ def _check_directory(
             f"{path}: {len(empty)} of {len(samples)} samples have no token to learn from and are left out: "
             f"{_listed(texts, empty)}"
         )
-
-
-def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: str) -> np.ndarray:
-    kept = members
-    for column in DUPLICATES[: DUPLICATES.index(dedup) + 1]:
-        _, first = np.unique(texts.column(column[:-1])[kept], return_index=True)
-        kept = kept[np.sort(first)]
-    if len(kept) < len(members):
-        left_out = np.setdiff1d(members, kept)
-        _warn(
-            f"{field}: {len(left_out)} of {len(members)} samples repeat the {dedup[:-1]} of an earlier one and are "
-            f"left out: {_listed(texts, left_out)}"
-        )
-    return kept
 
 
 def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingData]:

@@ -16,8 +16,6 @@ from draftsmith.train.kinds.export import ExportOptions, sglang_command, vllm_co
 
 def _notes(drafter: BlockDrafter, format: str, target: PreTrainedModel | None) -> list[str]:
     config, notes = drafter.config, []
-    if format != "own" and drafter.side_head is not None:
-        notes.append(f"of its {drafter.side_head.title}: {drafter.side_head.served}")
     if format == "sglang" and config.anchor_guesses:
         notes.append(f"SGLang drafts {config.block_size - 1} of its {config.guesses} tokens")
     if format != "own" and len(set(config.layer_types)) > 1:

@@ -64,8 +64,6 @@ class SideHead(BlockHead, ABC):
 
     candidates: int | None = None
     """The number of a slot's tokens that it chooses among; None for all."""
-    served: ClassVar[str] = "no server decodes with it"
-    """A clause about what servers do with drafters that have it."""
     embeds: ClassVar[bool] = False
     """Whether it sees the target's embeddings of the tokens before guesses, (…, H), in place of the tokens, (…)."""
     method: ClassVar[str | None] = None

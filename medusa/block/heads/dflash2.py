@@ -24,7 +24,7 @@ class Selector(SideHead):
     """Adds to each candidate's logit a product of three: of the token before, the slot's state and the candidate."""
 
     name, title, family = "candidate_selector", "candidate selector", "DFlash2"
-    served, method = "vLLM 0.32 decodes with it only on GPUs", "dflash"
+    method = "dflash"
     fields: ClassVar = {"selector_rank": 0, "selector_top_k": 16}
     foreign: ClassVar = {"selector_rank": 256, "conv_kernel_size": 2, "conv_group_size": 16}
     renamed: ClassVar = {

@@ -47,7 +47,6 @@ class Domino(SideHead):
     """Adds logits by what a GRU remembers of the tokens since the anchor; its state is the GRU's."""
 
     name, title, family = "domino_head", "recurrent head", "Domino"
-    served = "SGLang decodes with it only greedily and on one GPU, vLLM 0.32 not at all"
     embeds = True
     fields: ClassVar = {"emb_dim": 0, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 0}
     foreign: ClassVar = {"projector_type": "domino"}

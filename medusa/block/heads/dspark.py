@@ -21,7 +21,6 @@ class MarkovHead(SideHead):
     """A map of rank R from the token before to logits; it has no state."""
 
     name, title, family = "markov_head", "Markov head", "DSpark"
-    served = "vLLM 0.32 decodes with it only on GPUs"
     fields: ClassVar = {"markov_rank": 0}
     foreign: ClassVar = {"markov_head_type": "vanilla"}
 

@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
-from draftsmith.scripts.services.coordinate.coordinator import Coordinator, predicted
+from draftsmith.scripts.services.coordinate.coordinator import TIMEOUT, Coordinator, predicted
 from draftsmith.scripts.services.coordinate.routing import Rates
 from draftsmith.scripts.services.http_server import open_socket
 from draftsmith.train.cli import flags_of, parse_config
@@ -39,4 +39,4 @@ def build(args: dict[str, Any]) -> Application:
     """Return the application for `serve deploy` from the fields of `CoordinatorConfig`, or `config`, a file of them."""
     config = parse_config(CoordinatorConfig, flags_of(args))
     deployment: Any = CoordinatorDeployment  # which is more than its type shows
-    return deployment.options(graceful_shutdown_timeout_s=config.timeout).bind(config, predicted(config))
+    return deployment.options(graceful_shutdown_timeout_s=TIMEOUT).bind(config, predicted(config))

@@ -137,17 +137,13 @@ class CoordinatorConfig:
     """The environment variable with the API key that clients must send; null: no key is required."""
     log: Log | None = None
     """Write requests and their answers to a file; without it no prompt is written anywhere."""
-    timeout: float = 600.0
-    """Seconds for one whole answer."""
     health_seconds: float = 2.0
     """Seconds between two health checks of a server, and the timeout of one."""
-    failures: int = 3
-    """Consecutive failures after which a server gets no requests until it is healthy again."""
 
     def __post_init__(self) -> None:
         require_some(self, "pairs", "pair")
-        require(self, at_least(1), "port", "failures")
-        require(self, finite(more_than(0)), "timeout", "health_seconds")
+        require(self, at_least(1), "port")
+        require(self, finite(more_than(0)), "health_seconds")
         if self.port > 65535:
             raise InputError(f"port: expected at most 65535, found {self.port}")
         _require_once([pair.name for pair in self.pairs], "pairs.name")

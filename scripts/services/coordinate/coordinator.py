@@ -38,6 +38,7 @@ from draftsmith.scripts.services.coordinate.routing import UNKNOWN, Facts, Rates
 from draftsmith.scripts.services.http_server import BodyError, asgi_server, read_body
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure, api_key
 
+TIMEOUT = 600.0  # seconds for one whole answer
 KEEP_ALIVE = 75  # seconds that an idle connection stays open after an answer
 MOST_HELD = 1024  # requests that are relayed at once; further ones are refused
 MOST_BODY = 4_000_000  # bytes of a request
@@ -67,7 +68,7 @@ class Coordinator:
         self.key, self.begun = api_key(config.key_env, "key_env"), int(time.time())
         self.server_models = {pair.name: pair.server_model for pair in config.pairs}
         self.clients = {
-            url: HttpClient(url, f"pairs.{pair.name}", pair.key_env, config.timeout, f"pairs.{pair.name}.key_env")
+            url: HttpClient(url, f"pairs.{pair.name}", pair.key_env, TIMEOUT, f"pairs.{pair.name}.key_env")
             for pair in config.pairs
             for url in pair.endpoints
         }
@@ -80,7 +81,7 @@ class Coordinator:
         """Check all servers once, and again and again from now on; return the server to run."""
         await self._check_all()
         self._checking = asyncio.create_task(self._keep_checking())
-        return asgi_server(self.app(), KEEP_ALIVE, self.config.timeout)
+        return asgi_server(self.app(), KEEP_ALIVE, TIMEOUT)
 
     def acquire(self, facts: Facts, failed_urls: list[str]) -> Server | Refusal:
         """Choose a server for a request, which counts as in flight until `release`."""
@@ -117,13 +118,12 @@ class Coordinator:
     async def _body(self, request: Request) -> bytes:
         """Return a request's body; raise ApiError if it is too large, incomplete or late."""
         try:
-            async with asyncio.timeout(self.config.timeout):
+            async with asyncio.timeout(TIMEOUT):
                 return await read_body(request, MOST_BODY)
         except BodyError as error:
             raise ApiError(413, str(error)) from None
         except TimeoutError:
-            seconds = f"{self.config.timeout:g} s"
-            raise ApiError(408, f"body: expected all of it within {seconds}, found less") from None
+            raise ApiError(408, f"body: expected all of it within {TIMEOUT:g} s, found less") from None
         except ClientDisconnect:
             raise ApiError(400, "body: expected all of it, found a closed connection") from None
 

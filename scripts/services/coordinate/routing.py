@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
 
 UNKNOWN, FULL, DOWN = "unknown", "full", "down"
+FAILURES = 3  # consecutive ones, after which a server gets no requests until it is healthy again
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,8 @@ class Refusal:
 
 @dataclass
 class Breaker:
-    """A circuit breaker: after `limit` consecutive failures a server gets no requests until a health check succeeds."""
+    """A circuit breaker: after `FAILURES` a server gets no requests until a health check succeeds."""
 
-    limit: int
     requests: int = 0  # consecutive failed requests
     looks: int = 0
     """Consecutive failed health checks, counted apart: a server that is shutting down fails them, yet still answers the
@@ -65,7 +65,7 @@ class Breaker:
     @property
     def open(self) -> bool:
         """True if the server gets no requests."""
-        return max(self.requests, self.looks) >= self.limit
+        return max(self.requests, self.looks) >= FAILURES
 
     def ended(self, failed: bool) -> None:
         """Count a failed request; an answered one resets the count."""
@@ -75,7 +75,7 @@ class Breaker:
         """Count a failed health check; a successful one takes back a failed request, and so allows one more attempt."""
         self.looks = 0 if well else self.looks + 1
         if well:
-            self.requests = max(min(self.requests, self.limit) - 1, 0)
+            self.requests = max(min(self.requests, FAILURES) - 1, 0)
 
 
 class Router:
@@ -84,7 +84,7 @@ class Router:
     def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates], seed: int | None = None):
         self.pairs = {pair.name: pair for pair in config.pairs}
         self.rules, self.rates = config.rules, rates
-        self.breakers = {url: Breaker(config.failures) for pair in config.pairs for url in pair.endpoints}
+        self.breakers = {url: Breaker() for pair in config.pairs for url in pair.endpoints}
         self.loads = dict.fromkeys(self.breakers, 0)
         """Requests in flight at each server."""
         self._random = random.Random(seed)

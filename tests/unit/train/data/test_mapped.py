@@ -75,8 +75,8 @@ def test_it_is_written_once_whatever_a_run_chooses(tmp_path, monkeypatch):
     training_examples([path])
     before = content(path)
     monkeypatch.setattr(mapped, "read_completions", None)
-    for max_length, dedup in ((None, None), (9, "prompts")):
-        assert len(training_examples([path], max_length, 300, dedup)) > 1
+    for max_length in (None, 9):
+        assert len(training_examples([path], max_length, 300)) > 1
     assert content(path) == before
 
 
@@ -193,37 +193,6 @@ def test_samples_without_anything_to_learn_are_left_out_and_named(tmp_path, said
     ):
         with pytest.raises(InputError, match=f"expected tokens to train on, found {found} of {source}: none"):
             training_examples([source], **options)
-
-
-REPEATING = [
-    sample("a", [1, 2], [3, 4]),
-    sample("b", [1, 2], [3, 4]),  # a's text
-    sample("c", [1, 2], [5]),  # a's prompt
-    sample("d", [1, 2, 3], [4]),  # a's tokens, of which others are learned
-    sample("e", [7], [8]),
-    sample("f", [7], [9]),  # a single token is no prompt
-]
-
-
-@pytest.mark.parametrize(
-    ("dedup", "kept", "line"),
-    [
-        (None, "abcdef", None),
-        ("texts", "acdef", "completions: 1 of 6 samples repeat the text of an earlier one and are left out: b"),
-        ("prompts", "adef", "completions: 2 of 6 samples repeat the prompt of an earlier one and are left out: b, c"),
-    ],
-)
-def test_what_repeats_is_left_out_counted_and_named(tmp_path, said, dedup, kept, line):
-    path = write_completions(tmp_path / "c", REPEATING)
-    data = training_examples([path], dedup=dedup)
-    assert "".join(row["id"] for row in data) == kept
-    assert said == ([] if line is None else [line])
-
-
-def test_repeats_are_found_across_directories(tmp_path, said):
-    paths = [write_completions(tmp_path / name, [row]) for name, row in zip("ab", REPEATING, strict=False)]
-    assert training_examples(paths, dedup="texts").sample_ids([0]) == [f"{paths[0]}: a"]
-    assert f"left out: {paths[1]}: b" in said[0]
 
 
 def prompts_of(data) -> list[tuple[int, ...]]:

@@ -50,7 +50,7 @@ def relayed(
     async def pass_on() -> list[bool]:
         async with AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(answering(*answer)) for answer in answers]
-            coordinator = InOrder(CoordinatorConfig([ServedPair("pair", ["m"], urls)], failures=3), {})
+            coordinator = InOrder(CoordinatorConfig([ServedPair("pair", ["m"], urls)]), {})
             for _ in range(times):
                 request = read_request(TEXT, b'{"model": "m", "prompt": "p"}', {}, Keywords([]))
                 await Relay(replace(request, added=added), coordinator)({"type": "http"}, receive, send)
