@@ -48,16 +48,6 @@ def timed(call: Callable[[], Result], device: torch.device | None = None) -> tup
     return now(device) - begin, result
 
 
-def launch_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the least seconds until a call returns, without waiting for its device."""
-    seconds = []
-    for _ in range(repeats):
-        begin = now(device)
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
 def compilations() -> int:
     """Return the number of forwards that were compiled or read from disk in this process."""
     # Importing it takes a second; unless it is imported, nothing was compiled.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import InputError, at_least, at_most, finite, require, require_some
+from draftsmith.decode.errors import InputError, at_least, finite, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.kinds import NONE, Drafters, aliases, drafter_texts, only_drafter
 from draftsmith.train.cli import Ints, numbers
@@ -115,20 +115,11 @@ class TreeConfig(ModelOptions):
     output: str | None = None
     """The directory that receives `tree.json`; the drafter is not changed. None writes it next to the drafter, and the
     tree into its config.json."""
-    rows: int = 1
-    """Texts decoded together while costs are measured."""
-    limit: int | None = None
-    """Number of completions, from the first; all if None."""
-    seed: int = 0
-    """Seeds the split of the texts: half to search on, a fifth to select on, the rest to report on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.drafter = only_drafter(self.drafter)
-        require(self, at_least(1), "limit")
-        require(self, at_least(1) & at_most(1024), "rows")
         require(self, TREE_NODES, "nodes")
-        require(self, at_least(0), "seed")
         require_some(self, "completions", "directory")
 
 

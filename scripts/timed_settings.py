@@ -1,12 +1,11 @@
 """How a target decodes fastest on this machine, by a short timing: its dtype, and whether to compile its forwards.
 
-Plain decoding decides, so that a speed-up is over the best that the user has without a drafter. Dtypes that are alike
-in that are compared by the time to verify a few tokens, which drafts wait for.
+Plain decoding decides, so that a speed-up is over the best that the user has without a drafter.
 """
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import NO_PROGRAMS, runs_in_programs
-from draftsmith.decode.clock import launch_seconds, least_seconds
+from draftsmith.decode.clock import least_seconds
 from draftsmith.decode.errors import first_line
 from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.progress import phase
@@ -31,11 +30,6 @@ COMPILED_BELOW = 0.1
 """Seconds of a token above which arithmetic and memory dominate, and a compiler gains little."""
 WORTH_IT = 0.95
 """The share of the eager seconds below which compiling pays: first tokens take half a minute."""
-HOST_BOUND = 0.9
-"""The share of a token's GPU seconds from which launching its kernels on the host is the limit."""
-ALIKE = 1.1
-"""Factor on the least seconds of a token, within which dtypes count as equally fast."""
-BLOCK = 4
 SMALL = 10**9
 """The most parameters of a target that is loaded twice."""
 
@@ -110,8 +104,7 @@ def fastest_settings(
 
     "auto" tries the target's own dtype and float32 on a CPU, if it has fast arithmetic for both and the target is small
     enough to be loaded twice. `compiled` None tries both, for models of less than 0.1 s a token; if a compiler fails,
-    that is named, and forwards stay eager. On a CUDA GPU the limit is named too, host or GPU. On other devices nothing
-    is timed.
+    that is named, and forwards stay eager. On devices other than a CPU or a CUDA GPU nothing is timed.
     """
     device, stored = target.device, str(target.dtype).removeprefix("torch.")
     if not runs_in_programs(target) and compiled is not False:
@@ -129,41 +122,24 @@ def fastest_settings(
     if len(models) == 1 and compiled is not None and device.type == "cpu":
         return Settings(stored, torch.get_num_threads(), compiled, None)
 
-    def timed(names: Sequence[str], compiled: bool, tokens: int = 1) -> dict[str, float]:
-        steps = {name: forward_after_text(models[name], compiled, tokens) for name in names}
+    def timed(compiled: bool) -> dict[str, float]:
+        steps = {name: forward_after_text(model, compiled) for name, model in models.items()}
         return least_seconds(steps, REPEATS, device)
 
-    seconds = {} if compiled else timed(list(models), False)
+    seconds = {} if compiled else timed(False)
     in_programs, failure = dict[str, float](), ""
     if compiled or (compiled is None and min(seconds.values()) < COMPILED_BELOW):
         try:
             with phase("compiling, and timing tokens"):
-                in_programs = timed(list(models), True)
+                in_programs = timed(True)
         except Exception as error:
             if compiled:
                 raise
             failure = f"; compiling failed: {first_line(error)}"
     compiled = not seconds or min(in_programs.values(), default=torch.inf) < WORTH_IT * min(seconds.values())
     chosen = in_programs if compiled else seconds
-    fastest, blocks = min(chosen, key=lambda name: chosen[name]), ""
-    alike = [name for name in models if chosen[name] <= ALIKE * chosen[fastest]]
-    if len(alike) > 1:
-        block_seconds = timed(alike, compiled, BLOCK)
-        fastest = min(alike, key=lambda name: block_seconds[name])
-        blocks = f"; {BLOCK} tokens at once: {_milliseconds(block_seconds)}"
-    why = _milliseconds(seconds | {f"{name} compiled": spent for name, spent in in_programs.items()})
-    bound = _bound(target, compiled, chosen[stored]) if device.type == "cuda" else ""
-    why = f"milliseconds per token of plain decoding: {why}{blocks}{bound}{failure}"
+    fastest = min(chosen, key=lambda name: chosen[name])
+    times = seconds | {f"{name} compiled": spent for name, spent in in_programs.items()}
+    words = ", ".join(f"{name} {1e3 * time:.1f}" for name, time in times.items())
+    why = f"milliseconds per token of plain decoding: {words}{failure}"
     return Settings(fastest, torch.get_num_threads(), compiled, why)
-
-
-def _milliseconds(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {1e3 * time:.1f}" for name, time in seconds.items())
-
-
-def _bound(target: PreTrainedModel, compiled: bool, seconds: float) -> str:
-    """Return in words whether a token of this many seconds on a GPU waits for its kernels to be launched."""
-    launching = launch_seconds(forward_after_text(target, compiled), target.device, REPEATS)
-    if launching < HOST_BOUND * seconds:
-        return "; the GPU is the bound"
-    return f"; the host is the bound, with {1e3 * launching:.1f} to launch a token"

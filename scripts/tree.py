@@ -81,11 +81,11 @@ def search(config: TreeConfig) -> dict[str, Any]:
     target, drafter = pair.target, cast(TreeProposer, pair.drafter.proposer)
     require_split(target, "target")
     texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config))
-    parts = _dealt_out(texts, config.seed)
+    parts = _dealt_out(texts)
     budgets, doubts = list[tree_search.Budget](), list[str]()
     if config.nodes is None:
         text = calibration_text(config)
-        costs = partial(round_costs, target, drafter, text, config.rows, median, settings.compiled, doubts=doubts)
+        costs = partial(round_costs, target, drafter, text, median, settings.compiled, doubts=doubts)
         with phase("trees of each size, and what they cost"):
             budgets = tree_search.search_budgets(parts["search"], LADDER, costs, parts["selection"])
         tree = max(budgets, key=lambda budget: budget.speedup).tree
@@ -110,7 +110,6 @@ def search(config: TreeConfig) -> dict[str, Any]:
             "completions": config.completions,
             "texts": {name: len(part) for name, part in parts.items()},
             "tokens": {name: sum(map(len, part)) for name, part in parts.items()},
-            "seed": config.seed,
         },
         "rank_accuracies": tree_search.rank_accuracies(check).tolist(),
         "trees": {name: _figures(check, other, tree) for name, other in trees.items()},
@@ -127,8 +126,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
             }
             for budget in budgets
         ]
-        decoding = {"rows": config.rows, "context": median, "compiled": settings.compiled}
-        report["costs"] = decoding | {"budgets": rows, "doubts": doubts}
+        report["costs"] = {"context": median, "compiled": settings.compiled, "budgets": rows, "doubts": doubts}
     write_json(Path(config.output or path) / "tree.json", report)
     if config.output is None:
         file = Path(path) / "config.json"
@@ -136,9 +134,9 @@ def search(config: TreeConfig) -> dict[str, Any]:
     return report
 
 
-def _dealt_out(texts: Sequence[TextRanks], seed: int) -> dict[str, list[TextRanks]]:
+def _dealt_out(texts: Sequence[TextRanks]) -> dict[str, list[TextRanks]]:
     """Split texts at random: half to search on, a fifth to select on, the rest to check the result."""
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
     half, most = -(-len(texts) // 2), -(-7 * len(texts) // 10)
     indices = {"search": order[:half], "selection": order[half:most], "check": order[most:]}
     return {name: [texts[index] for index in part] for name, part in indices.items()}
@@ -160,7 +158,7 @@ def replayed_texts(
         first = ""
         for sample in track(samples, f"ranks in {path}", "texts"):
             ids, prompt_length = tuple(sample["input_ids"]), sample["prompt_length"]
-            if ids in known_ids or prompt_length == len(ids) or len(texts) == config.limit:
+            if ids in known_ids or prompt_length == len(ids):
                 continue
             known_ids.add(ids)
             sequence = torch.tensor(ids, device=target.device)
@@ -200,7 +198,6 @@ def round_costs(
     target: PreTrainedModel,
     drafter: TreeProposer,
     text: Tensor,
-    rows: int,
     context: int,
     compiled: bool,
     trees: Sequence[Tree],
@@ -223,13 +220,13 @@ def round_costs(
     blocks = [1, *(len(tree) + 1 for tree in trees)]
 
     def parts() -> Parts:
-        forwards = verification_costs(target, rows, context, blocks, repeats=9, compiled=compiled)
+        forwards = verification_costs(target, 1, context, blocks, repeats=9, compiled=compiled)
         # More tokens never cost less: where they seem to, the smaller block was disturbed.
         seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
         return Parts(seconds, {0.0: dict.fromkeys(named, (0.0, 0.0, 0.0))})
 
     samplers, text = {0.0: Sampler.of(0)}, text.to(target.device)
-    loops = partial(loop_turns, target, proposers, depths, text, rows, context, samplers, REPEATS, compiled)
+    loops = partial(loop_turns, target, proposers, depths, text, 1, context, samplers, REPEATS, compiled)
     timing = measure_until_agreement(loops, parts, depths)
     doubts += timing.doubts()[0.0]
     rest = [timing.rest(0.0, name) for name in named]
@@ -271,12 +268,8 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
     console.print(table)
     if report["costs"]:
         costs = report["costs"]
-        table = figures_table(
-            ("nodes", "τ", "verify", "rest", "speed-up"),
-            "",
-            f"measured after {costs['context']} tokens, {costs['rows']} at a time"
-            + (", compiled" if costs["compiled"] else ""),
-        )
+        title = f"measured after {costs['context']} tokens{', compiled' if costs['compiled'] else ''}"
+        table = figures_table(("nodes", "τ", "verify", "rest", "speed-up"), "", title)
         for row in costs["budgets"]:
             chosen = row["nodes"] == report["trees"]["searched"]["nodes"]
             table.add_row(

@@ -44,13 +44,11 @@ Rest = Annotated[float, Field(ge=-MOST_SECONDS, lt=MOST_SECONDS)]
 """Seconds: of a forward, of drafting, and of the rest of a round, which noise may leave below zero."""
 
 
-def forward_after_text(
-    model: PreTrainedModel, compiled: bool = False, tokens: int = 1, context: int = 64
-) -> Callable[[], object]:
-    """Return a forward of a block of tokens after a text of `context` tokens, compiled by its first call."""
-    cached = CachedModel(model, rows=1, max_length=context + tokens, block=tokens, compiled=compiled)
+def forward_after_text(model: PreTrainedModel, compiled: bool, context: int = 64) -> Callable[[], object]:
+    """Return a forward of one token after a text of `context` tokens, compiled by its first call."""
+    cached = CachedModel(model, rows=1, max_length=context + 1, block=1, compiled=compiled)
     cached.prefill(torch.ones(1, context, dtype=torch.long, device=model.device))
-    return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long, device=model.device), [context])
+    return partial(cached.feed, torch.ones(1, 1, dtype=torch.long, device=model.device), [context])
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,11 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(
     monkeypatch.setattr(command, "REPEATS", 2)
     monkeypatch.setattr(turns, "WRITTEN", 8)
     before = (heads / "config.json").read_bytes()
-    assert main(tree_of(pipeline, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
+    assert main(tree_of(pipeline, made, heads, "--output", str(tmp_path / "out"))) == 0
     assert (heads / "config.json").read_bytes() == before and not (heads / "tree.json").exists()
     report = json.loads((tmp_path / "out" / "tree.json").read_text())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"tree.json"}
     budgets = report["costs"]["budgets"]
-    assert report["costs"]["rows"] == 2 and sum(report["calibration"]["texts"].values()) <= 12
     best = max(budgets, key=lambda budget: budget["predicted_speedup"])
     assert best["nodes"] == report["trees"]["searched"]["nodes"] == len(report["choices"])
     for smaller, larger in pairwise(budgets):
@@ -166,12 +165,10 @@ def test_text_that_the_target_did_not_write_so_is_refused(pipeline, made, heads,
     assert not (heads / "tree.json").exists()
 
 
-def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
+def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys, monkeypatch):
     assert "nodes: expected at least 1 and at most 1024, found 0" in refusal(
         tree_of(pipeline, made, heads, "--nodes", "0"), capsys
     )
-    error = refusal(tree_of(pipeline, made, heads, "--nodes", "4", "--limit", "3"), capsys)
-    assert "completions: expected at least 4 different texts, found 3" in error
     error = refusal(tree_of(pipeline, made, tmp_path / "none"), capsys)
     assert "drafter: expected a model directory or a hub id" in error
     MedusaHeads.of_target(load_model(pipeline / "target"), 2, token_map=torch.arange(9)).save_pretrained(
@@ -180,6 +177,9 @@ def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
     config = json.loads((tmp_path / "wrong" / "config.json").read_text())
     (tmp_path / "wrong" / "config.json").write_text(json.dumps(config | {"vocab_size": 77}))
     assert "vocab_size" in refusal(tree_of(pipeline, made, tmp_path / "wrong"), capsys)
+    monkeypatch.setattr(command, "load_completions", lambda *args: load_completions(*args).select(range(3)))
+    error = refusal(tree_of(pipeline, made, heads, "--nodes", "4"), capsys)
+    assert "completions: expected at least 4 different texts, found 3" in error
 
 
 def test_what_a_round_takes_beside_its_forward_is_a_plane():
@@ -211,7 +211,7 @@ def test_each_trees_block_and_round_are_timed_as_they_will_run(monkeypatch, comp
     monkeypatch.setattr(command, "loop_turns", rounds)
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
     text, doubts = torch.arange(40) % 7, list[str]()
-    small, large = command.round_costs(target, MedusaProposer(heads), text, 1, 30, compiled, trees, doubts)
+    small, large = command.round_costs(target, MedusaProposer(heads), text, 30, compiled, trees, doubts)
     assert asked == [compiled, (compiled, (1, 2, 4)), compiled] and not doubts
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
     assert small.overhead == pytest.approx(0.25 if compiled else 0.3) and large.overhead == pytest.approx(0.5)
