@@ -95,8 +95,8 @@ class FeatureProposer(TreeProposer, DraftModelProposer):
             row += [part.to(*self._home) for part in new if len(part)]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
-        """Refuse growing trees, and trees under sampling: the draws of their siblings are not known."""
-        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+        """Refuse trees under sampling: the draws of their siblings are not known."""
+        return super().replay_refusal(do_sample and not (self.tree is not None and self.tree.is_chain))
 
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None

@@ -32,23 +32,13 @@ class ParallelDraft(Draft):
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the model and its tree."""
-        from draftsmith.decode.tree import Tree
-        from draftsmith.distill.parallel.layout import tree_of
+        from draftsmith.distill.parallel.layout import length_of, tree_of
         from draftsmith.distill.parallel.proposer import ParallelDraftProposer
 
         model = self.model(spec, loading)
-        shape = loading.tree(spec, tree_of(model.config))
-        tree = shape if isinstance(shape, Tree) else None
-        proposer, lengths = ParallelDraftProposer(model, tree), spec.draft_lengths
-        if tree is not None and spec.tree is None:
-            lengths = [tree.depth]
-        if proposer.longest is not None and max(lengths) > proposer.longest:
-            raise InputError(
-                f"draft_length: expected at most the {proposer.longest} tokens that {spec.path} was trained to "
-                f"propose, found {max(lengths)}"
-            )
+        tree, lengths = loading.shape(spec, tree_of(model.config), length_of(model.config))
         greedy = ParallelDraftProposer(model, greedy=True) if tree is None else None
-        return self.drafter(spec, proposer, greedy=greedy, model=model, draft_lengths=lengths)
+        return self.drafter(spec, ParallelDraftProposer(model, tree), greedy=greedy, model=model, draft_lengths=lengths)
 
     def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
         """Return chains no longer than the trained length."""

@@ -75,12 +75,12 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Refuse trees under sampling, since their draws are not known."""
-        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+        return super().replay_refusal(do_sample and not (self.tree is not None and self.tree.is_chain))
 
     def replay(
         self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None
     ) -> BatchReplay:
-        """Replay chains, and at T=0 trees of fixed shape, up to the trained length."""
+        """Replay chains, and at T=0 trees, up to the trained length."""
         drafted, texts = fit_positions(texts, self.positions)
         depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
         tree = self.shape(depth)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.decode.errors import InputError
 from draftsmith.medusa.block.config import DFLASH, FAMILIES, MADE, SPECULATORS
 from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
@@ -53,20 +52,11 @@ class Block(HeadsKind):
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the drafter and its tree."""
-        from draftsmith.decode.tree import Tree, searched_tree
+        from draftsmith.decode.tree import searched_tree
         from draftsmith.medusa.block.proposer import BlockProposer
 
-        heads, lengths = self.heads(spec, loading), spec.draft_lengths
-        shape = loading.tree(spec, searched_tree(heads.config, self.tree_key))
-        tree = shape if isinstance(shape, Tree) else None
-        if tree is not None and spec.tree is None:
-            lengths = [tree.depth]
-        most = heads.config.guesses
-        if max(lengths) > most:
-            raise InputError(
-                f"draft_length: expected at most the {most} tokens that {spec.path} was trained to propose, found "
-                f"{max(lengths)}"
-            )
+        heads = self.heads(spec, loading)
+        tree, lengths = loading.shape(spec, searched_tree(heads.config, self.tree_key), heads.config.guesses)
         greedy = BlockProposer(heads, greedy=True) if tree is None else None
         return self.drafter(spec, BlockProposer(heads, tree), greedy=greedy, model=heads, draft_lengths=lengths)
 

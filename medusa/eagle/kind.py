@@ -45,15 +45,13 @@ class Eagle(HeadsKind):
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the heads and their tree."""
-        from draftsmith.decode.tree import Tree, searched_tree
+        from draftsmith.decode.tree import searched_tree
         from draftsmith.medusa.eagle.proposer import EagleProposer
 
-        heads, lengths = self.heads(spec, loading), spec.draft_lengths
-        shape = loading.tree(spec, searched_tree(heads.config, self.tree_key))
-        if spec.tree is None and isinstance(shape, Tree):
-            lengths = [shape.depth]  # a searched tree has its own depth
-        greedy = EagleProposer(heads, greedy=True) if shape is None else None
-        return self.drafter(spec, EagleProposer(heads, shape), greedy=greedy, model=heads, draft_lengths=lengths)
+        heads = self.heads(spec, loading)
+        tree, lengths = loading.shape(spec, searched_tree(heads.config, self.tree_key))
+        greedy = EagleProposer(heads, greedy=True) if tree is None else None
+        return self.drafter(spec, EagleProposer(heads, tree), greedy=greedy, model=heads, draft_lengths=lengths)
 
     def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
         """Return chains, even if the heads' config has a tree."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
-from draftsmith.medusa.heads.formats.writing import refusal
+from draftsmith.medusa.heads.formats.export import refusal
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.trainer import MedusaTrainer, new_heads
 from draftsmith.medusa.run import HeadsRun

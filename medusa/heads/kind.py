@@ -59,8 +59,7 @@ class Medusa(HeadsKind):
         from draftsmith.medusa.heads.proposer import MedusaProposer
 
         heads = self.heads(spec, loading)
-        tree = loading.tree(spec, heads.tree)
-        proposer = MedusaProposer(heads, tree if isinstance(tree, Tree) else Tree.chain(heads.config.num_heads))
+        proposer = MedusaProposer(heads, loading.tree(spec, heads.tree) or Tree.chain(heads.config.num_heads))
         figures = {"heads": heads.config.num_heads}
         return self.drafter(spec, proposer, model=heads, draft_lengths=[proposer.tree.depth], figures=figures)
 

@@ -208,6 +208,19 @@ class Loading:
             print(f"{spec.name or spec.kind}: {text}", file=sys.stderr)
         return None
 
+    def shape(
+        self, spec: DrafterSpec, own: "Tree | None", most: int | None = None
+    ) -> "tuple[Tree | None, Sequence[int]]":
+        """Return the tree to draft, None for chains, and the values of γ, at most the `most` of its training."""
+        tree = self.tree(spec, own)
+        lengths = [tree.depth] if tree is not None and spec.tree is None else spec.draft_lengths
+        if most is not None and max(lengths) > most:
+            raise InputError(
+                f"draft_length: expected at most the {most} tokens that {spec.path} was trained to propose, found "
+                f"{max(lengths)}"
+            )
+        return tree, lengths
+
 
 def no_argument(spec: DrafterSpec) -> None:
     """Raise InputError if a kind that takes no argument has one."""

@@ -21,8 +21,8 @@ from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import SLIDING, WINDOWS, drop_whole_maps
 from draftsmith.medusa.block.config import FAMILIES, SPECULATORS
-from draftsmith.medusa.block.formats.writing import BLOCK_FORMATS
 from draftsmith.medusa.block.heads import HEADS, foreign_fields, foreign_names
+from draftsmith.medusa.block.kind import Block
 from draftsmith.medusa.block.model import BlockConfig, BlockDrafter, default_target_layers
 from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_safetensors, shards
 from draftsmith.medusa.formats import EMBEDDINGS, HEAD, SIZES, checked_config, read_heads
@@ -52,7 +52,7 @@ def import_block(
     """
     directory = Path(directory)
     if format is not None:
-        check_format(format, BLOCK_FORMATS)
+        check_format(format, Block.formats)
     config = read_block_config(directory, target)
     if (directory / "mask_embedding.pt").is_file():
         raise InputError(

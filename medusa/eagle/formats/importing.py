@@ -23,12 +23,13 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import check_distances, drop_whole_maps
 from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_pickled, read_safetensors, shards
 from draftsmith.medusa.eagle.config import SHAPE
-from draftsmith.medusa.eagle.formats.writing import DEPTHS, EAGLE_FORMATS
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
+from draftsmith.medusa.eagle.kind import Eagle
 from draftsmith.medusa.formats import EMBEDDINGS, checked_config, read_heads
 from draftsmith.train.kinds.export import check_format
 
 PICKLED = "pytorch_model.bin"
+DEPTHS = "eagle_aux_hidden_state_layer_ids"
 DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")
 """Fields of other tools, or fields that we write anew."""
 
@@ -44,7 +45,7 @@ def import_eagle(directory: str | Path, format: str | None = None, target: PreTr
     """
     directory = Path(directory)
     if format is not None:
-        check_format(format, EAGLE_FORMATS)
+        check_format(format, Eagle.formats)
     unsaid = None if target is None else default_layers(len(decoder_layers(target)))
     config = read_eagle_config(directory, format, unsaid)
     tensors = _tensors(directory)

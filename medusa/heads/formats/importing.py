@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_pickled, read_safetensors, shards
 from draftsmith.medusa.formats import checked_config, read_heads
-from draftsmith.medusa.heads.formats.writing import FORMATS
+from draftsmith.medusa.heads.kind import Medusa
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.kinds.export import check_format
 from draftsmith.train.losses.output_head import head_of
 
-READ = (*FORMATS, "fasterdecoding")
+READ = (*Medusa.formats, "fasterdecoding")
 PICKLED, LEGACY = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 
 

@@ -10,9 +10,8 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle.formats.export import FORMATS
+from draftsmith.medusa.eagle.formats.export import FORMATS, eagle_refusal
 from draftsmith.medusa.eagle.formats.importing import import_eagle
-from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.kind import Eagle
 
@@ -71,7 +70,7 @@ def rewritten(directory: Path, change) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("format", EAGLE_FORMATS)
+@pytest.mark.parametrize("format", FORMATS.names)
 def test_there_and_back(tmp_path, made, target, format, name):
     heads, given = made(name), target if format == "speculators" else None
     if eagle_refusal(heads, format) is not None:

@@ -15,8 +15,8 @@ from torch.nn.functional import linear, silu
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.export import FORMATS as ALL
+from draftsmith.medusa.heads.formats.export import refusal
 from draftsmith.medusa.heads.formats.importing import READ, detect, import_heads
-from draftsmith.medusa.heads.formats.writing import FORMATS, refusal
 
 H, V, K = 32, 97, 3
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -75,7 +75,7 @@ def same_drafts(whole: MedusaHeads, narrow: MedusaHeads) -> None:
 
 def export(heads: MedusaHeads, directory: Path, format: str, **options) -> Path:
     """Write heads; as FasterDecoding, which we only read, leaves them with biases."""
-    if format in FORMATS:
+    if format in ALL.names:
         ALL.write(heads, directory, format, **options)
         return directory
     content, layers = {}, heads.config.num_hidden_layers
@@ -136,7 +136,7 @@ def test_there_and_back(tmp_path, format, layers, shared, bias, narrow):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "there"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL.names)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_lower_precision_is_the_rounded_weights(tmp_path, format, dtype):
     heads, kind = made(logit_scale=0.25), getattr(torch, dtype)
