@@ -71,12 +71,8 @@ class DraftLine(threading.Thread):
             return call.result(self.timeout)
         except FutureTimeout:  # the thread may get an answer yet, which nobody reads
             error = LineDown(f"expected drafts within {self.timeout:g} s, found none")
-            self._down(error)
+            self.refuse(error)
             raise error from None
-
-    def refuse(self, error: Exception) -> None:
-        """Treat an invalid answer as a failure."""
-        self._down(error)
 
     def accept(self) -> None:
         """Record a valid answer."""
@@ -101,7 +97,7 @@ class DraftLine(threading.Thread):
             except Exception as error:  # after any error the caller decodes plainly
                 self._hang_up()
                 down = LineDown(f"expected drafts, found {_words(error)}")
-                self._down(down)
+                self.refuse(down)
                 call.set_exception(down)
 
     def _look(self) -> None:
@@ -109,14 +105,15 @@ class DraftLine(threading.Thread):
             service = decode(Service, self._exchange("GET", "/health"))
         except Exception as error:
             self._hang_up()
-            self._down(LineDown(f"expected a draft service, found {_words(error)}"))
+            self.refuse(LineDown(f"expected a draft service, found {_words(error)}"))
             return
         with self._changed:
             self._calls.clear()  # calls that have timed out
             self.service = service
         self._say.info(f"{self._where}: drafts of {service.model}, texts of up to {service.max_length} tokens")
 
-    def _down(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Take the line down after an error, which may be an invalid answer."""
         with self._changed:
             self.service = None
             self._failed += 1

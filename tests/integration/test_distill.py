@@ -24,7 +24,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import reporting
 from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
-from draftsmith.distill.card import authors
+from draftsmith.distill.__main__ import authors
 from draftsmith.distill.carving import CHOICE, Carving
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer

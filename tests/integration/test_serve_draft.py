@@ -20,7 +20,7 @@ from draftsmith.scripts import cli
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_protocol import VERSION, DraftRequest, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.app import DraftApp
-from draftsmith.scripts.services.serve_draft.follow import Follower
+from draftsmith.scripts.services.serve_draft.command import Follower
 from draftsmith.scripts.services.serve_draft.texts import Copies, DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import PREFIX, PendingDrafts, ServiceMetrics, Worker
 from draftsmith.train.files import move_link
