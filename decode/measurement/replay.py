@@ -99,17 +99,6 @@ class Replay:
         return ratios({k: self.tokens_and_rounds(k) for k in self.draft_lengths})
 
     @cached_property
-    def draft_acceptance_rate(self) -> dict[int, Estimate]:
-        """Accepted ÷ drafted tokens for each draft length."""
-        by_length = {k: [text.counts[k] for text in self.texts] for k in self.draft_lengths}
-        return ratios(
-            {
-                k: ([c.num_accepted_tokens for c in counts], [c.num_draft_tokens for c in counts])
-                for k, counts in by_length.items()
-            }
-        )
-
-    @cached_property
     def acceptance_per_position(self) -> dict[int, list[Estimate]]:
         """For each draft length and position, rounds that accepted it ÷ rounds that drafted it."""
         return self._by_position("num_draft_tokens_per_pos")

@@ -10,10 +10,10 @@ the server's; under sampling they are expectations.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise, starmap, zip_longest
 from operator import add, sub
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator
@@ -39,9 +39,14 @@ class ServerCounts:
         per_pos = [sum(steps[i:]) for i in range(1, len(steps))]
         return cls(sum(steps), num_draft_tokens, sum(per_pos), tuple(per_pos))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the counts as plain JSON types."""
-        return asdict(self) | {"num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos)}
+    def rounded(self) -> "ServerCounts":
+        """Return the counts for a report, without positions at the end that accepted nothing, as some servers list."""
+        per_pos = self.num_accepted_tokens_per_pos
+        while per_pos and not per_pos[-1]:
+            per_pos = per_pos[:-1]
+        drafts, drafted, accepted = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
+        shown = tuple(round(value, 3) for value in per_pos)
+        return ServerCounts(round(drafts, 3), round(drafted, 3), round(accepted, 3), shown)
 
     def __add__(self, other: "ServerCounts") -> "ServerCounts":
         return self._with(other, add)

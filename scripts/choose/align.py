@@ -18,24 +18,15 @@ from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts import cli
-from draftsmith.scripts.choose.command import (
-    BEST_OF_EPOCHS,
-    FREE,
-    LEAST_PROMPTS,
-    choose,
-    require_same_settings,
-    split_prompts,
-)
+from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, FREE, begin, choose, split_prompts
 from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.choose.sweep import candidates_of, own_fields
 from draftsmith.scripts.engines.draft_lengths import drafter_entry
 from draftsmith.scripts.kinds import kind_of, recipes
-from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import NO_GO, Stages
 from draftsmith.train.cli import flags_of, parse_config
 from draftsmith.train.data.corpus import write_prompts
-from draftsmith.train.data.prompt_files import read_prompts
-from draftsmith.train.files import require_writable, write_atomically
+from draftsmith.train.files import write_atomically
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.models import load_config
 from draftsmith.train.runs import note_on_interrupt
@@ -55,13 +46,8 @@ class TrainedDrafter:
 
 def align(config: AlignConfig) -> int:
     """Run all stages; return 0, or 3 if no drafter pays."""
-    output = require_writable(config.output)
-    prompts = read_prompts(config.prompts, invalid=config.text.invalid_prompts)
-    if len(prompts) < LEAST_PROMPTS:
-        raise InputError(f"prompts: expected at least {LEAST_PROMPTS} in {config.prompts}, found {len(prompts)}")
-    require_rollback(config.target, config.trust_remote_code)
     free = (*FREE, "min_speedup") if config.drafter is None else (*FREE, "min_speedup", "server", "budget")
-    require_same_settings(config, output, [prompt.record() for prompt in prompts], free)
+    output, prompts = begin(config, free)
     random.Random(config.seed + 1).shuffle(prompts)
     measured, others = output / "prompts/measured.jsonl", output / "prompts/others.jsonl"
     parts = split_prompts(config, prompts, min(MEASURED, len(prompts) // 8))

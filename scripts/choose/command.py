@@ -73,12 +73,7 @@ class Choice:
 
 def choose(config: ChooseConfig) -> Choice:
     """Choose a drafter, write choose.json and winner.yaml, and return the choice."""
-    output = require_writable(config.output)
-    prompts = read_prompts(config.prompts, invalid=config.text.invalid_prompts)
-    if len(prompts) < LEAST_PROMPTS:
-        raise InputError(f"prompts: expected at least {LEAST_PROMPTS} in {config.prompts}, found {len(prompts)}")
-    require_rollback(config.target, config.trust_remote_code)
-    require_same_settings(config, output, [prompt.record() for prompt in prompts])
+    output, prompts = begin(config, FREE)
     random.Random(config.seed).shuffle(prompts)
     heldout, train = split_prompts(config, prompts, min(HELDOUT, len(prompts) // 8))
     sweep = Sweep(config, candidates_of(config), output, train, Stages(output / "stages"))
@@ -207,13 +202,20 @@ def split_prompts(config: ChooseConfig, prompts: list[Prompt], count: int) -> tu
     return prompts[:count], [prompt for at, prompt in enumerate(prompts) if tuple(ids[at]) not in measured]
 
 
-def require_same_settings(
-    config: ChooseConfig, output: Path, prompts: Sequence[dict[str, Any]], free: Sequence[str] = FREE
-) -> None:
-    """Write settings and prompts; raise InputError if an earlier run had others, apart from the fields in `free`."""
+def begin(config: ChooseConfig, free: Sequence[str]) -> tuple[Path, list[Prompt]]:
+    """Read the prompts, write the settings, and return the output and the prompts.
+
+    Raise InputError for too few prompts, or if an earlier run had other settings, apart from the fields in `free`.
+    """
+    output = require_writable(config.output)
+    prompts = read_prompts(config.prompts, invalid=config.text.invalid_prompts)
+    if len(prompts) < LEAST_PROMPTS:
+        raise InputError(f"prompts: expected at least {LEAST_PROMPTS} in {config.prompts}, found {len(prompts)}")
+    require_rollback(config.target, config.trust_remote_code)
     path = output / "settings.json"
     settings = {name: value for name, value in as_json(config).items() if name not in free}
-    settings["prompts"] = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    records = json.dumps([prompt.record() for prompt in prompts])
+    settings["prompts"] = hashlib.sha256(records.encode()).hexdigest()
     if path.is_file():
         earlier = read(dict[str, Any], path)
         for name, value in settings.items():
@@ -223,6 +225,7 @@ def require_same_settings(
                     "another directory"
                 )
     write_json(path, settings)
+    return output, prompts
 
 
 def print_choice(choice: Choice, output: Path, console: Console | None = None) -> None:

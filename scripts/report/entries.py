@@ -126,25 +126,6 @@ class ByLoad(Entry):
 
 
 @dataclass(frozen=True)
-class SeenCounts(Entry):
-    """The counts of a server, or their expectations; whole numbers at T=0."""
-
-    num_drafts: NotNegative
-    num_draft_tokens: NotNegative
-    num_accepted_tokens: NotNegative
-    num_accepted_tokens_per_pos: Sequence[NotNegative]
-
-    @classmethod
-    def of(cls, counts: ServerCounts) -> "SeenCounts":
-        """Return rounded counts for the report."""
-        per_pos = list(counts.num_accepted_tokens_per_pos)
-        while per_pos and not per_pos[-1]:  # servers may or may not list positions without accepted tokens
-            per_pos.pop()
-        drafts, drafted, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
-        return cls(round(drafts, 3), round(drafted, 3), round(accepted, 3), [round(value, 3) for value in per_pos])
-
-
-@dataclass(frozen=True)
 class PositionShares(Entry):
     """One position of the drafts: the steps that accept it ÷ all steps."""
 
@@ -200,8 +181,8 @@ class Reconciliation(Entry):
     exact: bool
     """True if integers were compared: at T=0, if all texts are as expected and either the counts are equal, or requests
     were sent one at a time and the report is not in half precision."""
-    expected: SeenCounts
-    counted: SeenCounts
+    expected: ServerCounts
+    counted: ServerCounts
     positions: Sequence[PositionShares]
     first_position: Positive | None
     """The first position that departs."""

@@ -11,12 +11,9 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
-from rich.console import Console
-
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.engines.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
-from draftsmith.scripts.summary import figures_table
 from draftsmith.scripts.tune.config import LoadConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import require_writable
@@ -80,25 +77,19 @@ def _runs(file: Path) -> list[Mapping[str, Any]]:
     return runs
 
 
-def print_load(goodput: Mapping[int, Mapping[int, float]], console: Console | None = None) -> None:
-    """Print the speed-ups and the draft length taken at each load."""
-    console = console or Console()
-    chosen, lengths = chosen_lengths(goodput), sorted(next(iter(goodput.values())))
-    measured = any(by_length[0] != 1 for by_length in goodput.values())
-    columns = ["at once", *(f"γ = {length}" if length or measured else "plain" for length in lengths), "taken"]
-    table = figures_table(columns, "at once", "speed-up over the server without drafts")
-    for requests, by_length in goodput.items():
-        taken = f"γ = {chosen[requests]}" if chosen[requests] else "none"
-        table.add_row(str(requests), *(f"{by_length[length]:.2f}×" for length in lengths), taken)
-    console.print(table)
-    for requests, by_length in goodput.items():
+def _print_load(goodput: Mapping[int, Mapping[int, float]]) -> None:
+    """Print for each load the draft length taken, and the speed-ups over the server without drafts."""
+    for requests, length in chosen_lengths(goodput).items():
+        by_length = goodput[requests]
+        speedups = ", ".join(f"{k}: {by_length[k]:.2f}×" for k in sorted(by_length))
+        print(f"{requests} at once: γ = {length}; speed-up by γ: {speedups}")
         if max(by_length.values()) < 1:
-            console.print(f"{requests} at once: a server without a drafter is faster than all of these")
+            print(f"{requests} at once: a server without a drafter is faster than all of these")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Find the draft lengths, and print the table and the command that exports them."""
     config = parse_config(LoadConfig, argv, prog="draftsmith tune")
-    print_load(tune_load(config))
+    _print_load(tune_load(config))
     print(f"draftsmith export --format vllm --draft_lengths {Path(config.output) / FILE}")
     return 0

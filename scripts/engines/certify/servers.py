@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from draftsmith.decode.errors import InputError
@@ -147,7 +147,7 @@ class Servers:
             name: {
                 "url": getattr(self.config, name),
                 "model": model,
-                "counters": None if (counters := self.counters.get(name)) is None else counters.to_dict(),
+                "counters": None if (counters := self.counters.get(name)) is None else asdict(counters),
             }
             for name, model in self.models.items()
         }

@@ -25,7 +25,7 @@ from draftsmith.scripts.measure.server.pairing import (
     pair_texts,
     too_few,
 )
-from draftsmith.scripts.report.entries import Cause, Departure, PositionShares, Reconciliation, SeenCounts
+from draftsmith.scripts.report.entries import Cause, Departure, PositionShares, Reconciliation
 from draftsmith.scripts.report.rounds import ExpectedText, RoundsSettings
 from draftsmith.scripts.report.types import Verifier
 
@@ -92,8 +92,8 @@ def reconcile(
         same_prompts=len(pairing.served) - len(pairing.prompt_departures) if knows_prompts else None,
         same_texts=same_texts,
         exact=exact,
-        expected=SeenCounts.of(expected),
-        counted=SeenCounts.of(total),
+        expected=expected.rounded(),
+        counted=total.rounded(),
         positions=positions,
         first_position=departs,
         agrees=agrees,
