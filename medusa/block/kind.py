@@ -24,7 +24,7 @@ class Block(HeadsKind):
         "trains a block drafter on the target's features",
         "draftsmith.medusa.block",
         "draftsmith.medusa.block.config:BlockTrainingConfig",
-        "draftsmith.medusa.block.memory:BlockPlan",
+        "draftsmith.medusa.block.__main__:BlockPlan",
         made=("draft_vocabulary", *MADE, "markov_rank", "selector_rank", "domino_rank"),
     )
     tree_key, whole_blocks = "block_tree", True

@@ -8,6 +8,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import choose_init, new_heads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.eagle.unrolled import states_of_steps
+from draftsmith.medusa.memory import FeaturePlan
 from draftsmith.medusa.run import HeadsRun
 from draftsmith.medusa.target_states import scale_of_steps
 from draftsmith.train.data.first_look import few_texts, print_once
@@ -47,6 +48,18 @@ class EagleRun(HeadsRun[EagleTrainingConfig]):
     def finish(self, trainer: EagleTrainer, output: Path) -> None:
         """Write the card."""
         self.write_card(trainer, output, CARD, "eagle3", num_steps=self.config.num_steps)
+
+
+class EaglePlan(FeaturePlan):
+    """EAGLE-3 heads on a frozen target."""
+
+    trainer_class = EagleTrainer
+
+    def build(self) -> EagleHeads:
+        """Return the run's heads."""
+        heads: EagleHeads = self.made(EagleHeads, lambda target, tokens: new_heads(self.config, target, tokens))
+        heads.lm_head.requires_grad_(False)
+        return heads
 
 
 def train_heads(config: EagleTrainingConfig) -> EagleTrainer:

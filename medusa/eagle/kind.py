@@ -24,7 +24,7 @@ class Eagle(HeadsKind):
         "trains EAGLE-3 heads on the target's features",
         "draftsmith.medusa.eagle",
         "draftsmith.medusa.eagle.config:EagleTrainingConfig",
-        "draftsmith.medusa.eagle.memory:EaglePlan",
+        "draftsmith.medusa.eagle.__main__:EaglePlan",
         made=("draft_vocabulary", "layer_ids", "norm_", "fc_norm"),
     )
     has_confidence = True

@@ -26,7 +26,7 @@ class Medusa(HeadsKind):
         "trains Medusa or Hydra heads on the target's hidden states",
         "draftsmith.medusa.heads",
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
-        "draftsmith.medusa.heads.memory:MedusaPlan",
+        "draftsmith.medusa.heads.__main__:MedusaPlan",
         made=("draft_vocabulary",),
     )
     tree_key, tree_alone = "medusa_choices", True

@@ -7,8 +7,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from draftsmith.decode.progress import phase
+from draftsmith.medusa.memory import FeaturePlan
 from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.medusa.mtp.heads import MtpHeads
+from draftsmith.medusa.mtp.native import make_layers
 from draftsmith.medusa.mtp.trainer import MtpTrainer, states_of_steps
 from draftsmith.medusa.run import HeadsRun
 from draftsmith.medusa.target_states import scale_of_steps
@@ -66,6 +68,23 @@ class MtpRun(HeadsRun[MtpTrainingConfig]):
     def finish(self, trainer: MtpTrainer, output: Path) -> None:
         """Write the card."""
         self.write_card(trainer, output, CARD, "mtp", num_steps=trainer.count, layers=len(trainer.heads.layers))
+
+
+class MtpPlan(FeaturePlan):
+    """MTP layers on a frozen target."""
+
+    trainer_class = MtpTrainer
+
+    def build(self) -> MtpHeads:
+        """Return the run's layers."""
+        config, target = self.config, self.target
+        if config.heads is not None:
+            heads = MtpHeads.as_stored(config.heads, target)
+        elif config.begins_new:
+            heads = MtpHeads(make_layers(target, config.num_layers or 1), target)
+        else:
+            heads = MtpHeads.as_shipped(config.target, target)
+        return heads.float().requires_grad_(True)  # type: ignore[no-any-return]
 
 
 def train_heads(config: MtpTrainingConfig) -> MtpTrainer:

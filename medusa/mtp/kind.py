@@ -28,7 +28,7 @@ class Mtp(DrafterKind):
         "trains the MTP layers that a target ships with, or new ones",
         "draftsmith.medusa.mtp",
         "draftsmith.medusa.mtp.config:MtpTrainingConfig",
-        "draftsmith.medusa.mtp.memory:MtpPlan",
+        "draftsmith.medusa.mtp.__main__:MtpPlan",
         made=("num_layers",),
     )
     formats = launched = verifiable = ("target",)
