@@ -43,13 +43,7 @@ REPEATS, MOST_TIMED = 2, 5
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that may differ: half precision breaks near-ties otherwise in other shapes."""
 TOP = (1, 2, 3, 5)
-NAMES = {
-    "chain": "chain of full depth",
-    "reference": "reference of Cai et al.",
-    "reference_cut": "its first nodes",
-    "independence": "accuracies multiplied",
-    "searched": "searched",
-}
+NAMES = {"chain": "chain of full depth", "independence": "accuracies multiplied", "searched": "searched"}
 
 
 def search(config: TreeConfig) -> dict[str, Any]:
@@ -95,8 +89,6 @@ def search(config: TreeConfig) -> dict[str, Any]:
     depth, check = drafter.depth, parts["check"]
     trees = {
         "chain": Tree.chain(depth),
-        "reference": tree_search.reference_tree(depth),
-        "reference_cut": tree_search.reference_tree(depth, len(tree)),
         "independence": tree_search.independence_tree(parts["search"], len(tree)),
         "searched": tree,
     }

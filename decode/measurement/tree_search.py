@@ -21,20 +21,6 @@ from draftsmith.decode.tree import ROOT, Tree
 Path = tuple[int, ...]
 MOST_CANDIDATES = 6  # the most trees that the joint search tries
 
-# The tree of 63 nodes of Cai et al.'s repository, `mc_sim_7b_63`, in its order: likely nodes first.
-REFERENCE_TREE: tuple[Path, ...] = (
-    (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
-    (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
-    (0, 2, 0), (1, 2), (0, 0, 3), (4, 0), (2, 1), (0, 0, 4), (0, 0, 5), (0, 0, 0, 0), (0, 1, 1), (0, 0, 6), (0, 3, 0),
-    (5, 0), (1, 3), (0, 0, 7), (0, 0, 8), (0, 0, 9), (6, 0), (0, 4, 0), (1, 4), (7, 0), (0, 1, 2), (2, 0, 0), (3, 1),
-    (2, 2), (8, 0), (0, 5, 0), (1, 5), (1, 0, 1), (0, 2, 1), (9, 0), (0, 6, 0), (0, 0, 0, 1), (1, 6), (0, 7, 0),
-)  # fmt: skip
-
-
-def reference_tree(num_heads: int, nodes: int | None = None) -> Tree:
-    """Return the first `nodes` of `REFERENCE_TREE` that are at most `num_heads` deep; all of them if None."""
-    return Tree.from_choices([path for path in REFERENCE_TREE if len(path) <= num_heads][:nodes])
-
 
 def tree_choices(tree: Tree) -> list[Path]:
     """Return a path of ranks for each node, as `Tree.from_choices` reads them."""

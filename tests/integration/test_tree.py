@@ -74,7 +74,6 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, caps
     assert len(report["rank_accuracies"]) == 3 and all(0 < sum(shares) <= 1 for shares in report["rank_accuracies"])
     lengths = {name: own["mean_acceptance_length"]["value"] for name, own in report["trees"].items()}
     assert lengths["searched"] > lengths["chain"] > 1
-    assert report["trees"]["reference_cut"]["nodes"] == 9 and report["trees"]["reference"]["nodes"] == 61
     for name, own in report["trees"].items():
         if name == "searched":
             assert own["gain_of_searched"] is None

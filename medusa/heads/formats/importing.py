@@ -1,8 +1,7 @@
 """Medusa heads from our files, vLLM's and FasterDecoding's; no tensor is ignored silently.
 
 FasterDecoding's `medusa_lm_head.pt` has block l of head h as `{h}.{l}.linear.*`, and its language-model head after L
-blocks as `{h}.{L}.weight`. Its older trainer writes `medusa_lm_head.safetensors`, without language-model heads: all
-heads use the target's.
+blocks as `{h}.{L}.weight`.
 """
 
 import json
@@ -19,10 +18,9 @@ from draftsmith.medusa.formats import checked_config, read_heads
 from draftsmith.medusa.heads.kind import Medusa
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.kinds.export import check_format
-from draftsmith.train.losses.output_head import head_of
 
 READ = (*Medusa.formats, "fasterdecoding")
-PICKLED, LEGACY = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
+PICKLED = "medusa_lm_head.pt"
 
 
 def import_heads(
@@ -30,8 +28,7 @@ def import_heads(
 ) -> MedusaHeads:
     """Read heads from any format, on the CPU, in the widest dtype of their tensors, in eval mode.
 
-    The format is recognised by the files if None. The heads must fit the target; files without language-model heads use
-    its.
+    The format is recognised by the files if None. The heads must fit the target.
 
     Raises:
         InputError: a file, config or tensor that is missing, damaged, not supported or does not match.
@@ -58,7 +55,7 @@ def marks(directory: Path) -> list[str]:
     marked = {
         "own": config.get("model_type") == "medusa" and "hydra" in config,
         "vllm": config.get("model_type") == "medusa" and "hydra" not in config,
-        "fasterdecoding": (directory / PICKLED).is_file() or (directory / LEGACY).is_file(),
+        "fasterdecoding": (directory / PICKLED).is_file(),
     }
     return [format for format, is_marked in marked.items() if is_marked]
 
@@ -113,17 +110,16 @@ def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> Med
     path = directory / CONFIG
     raw = read_config(directory)
     heads, layers = (field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
-    tensors = _sequences(directory)
+    if not (directory / PICKLED).is_file():
+        raise InputError(f"{directory}: expected {PICKLED}, found none")
+    tensors = read_pickled(directory / PICKLED)
     first, last = "0.0.linear.weight", f"0.{layers}.weight"
-    shared = not any(re.fullmatch(rf"\d+\.{layers}\.weight", name) for name in tensors)
-    if shared and target is None:
-        raise InputError(f"target: expected it for heads without language-model heads, as in {directory}, found none")
-    for name in (first,) if shared else (first, last):
+    for name in (first, last):
         if name not in tensors or tensors[name].ndim != 2:
             raise InputError(f"{directory}: expected the tensors of {heads} heads, found no matrix {name}")
     config = MedusaConfig(
         hidden_size=tensors[first].shape[1],
-        vocab_size=1 if shared else tensors[last].shape[0],
+        vocab_size=tensors[last].shape[0],
         num_heads=heads,
         num_hidden_layers=layers,
         medusa_fc_bias=True,
@@ -133,25 +129,7 @@ def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> Med
     names = {f"lm_heads.{h}.weight": f"{h}.{layers}.weight" for h in range(heads)}
     for h, layer, part in product(range(heads), range(layers), ("weight", "bias")):
         names[f"blocks.{h}.layers.{layer}.{part}"] = f"{h}.{layer}.linear.{part}"
-    if shared and target is not None:
-        head = head_of(target)
-        config.vocab_size = config.truncated_vocab_size = len(head.weight)
-        config.original_lm_head, config.lm_head_bias = True, head.bias is not None
-        config.logit_scale, config.final_logit_softcapping = head.scale, head.softcap
-        tensors["lm_head.weight"] = head.weight.detach().cpu().clone()
-        if head.bias is not None:
-            tensors["lm_head.bias"] = head.bias.detach().cpu().clone()
     return _built(directory, config, tensors, target, names)
-
-
-def _sequences(directory: Path) -> dict[str, Tensor]:
-    pickled, legacy = directory / PICKLED, directory / LEGACY
-    if pickled.is_file() == legacy.is_file():
-        what = "both, which can differ: remove one" if legacy.is_file() else "neither"
-        raise InputError(f"{directory}: expected {PICKLED} or {LEGACY}, found {what}")
-    if legacy.is_file():
-        return read_safetensors([legacy])
-    return read_pickled(pickled)
 
 
 def _built(

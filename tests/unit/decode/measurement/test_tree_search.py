@@ -8,14 +8,12 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.tree_search import (
-    REFERENCE_TREE,
     acceptance_estimate,
     heaviest_tree,
     independence_tree,
     mean_acceptance_length,
     path_masses,
     rank_accuracies,
-    reference_tree,
     search_budgets,
     search_tree,
     tree_choices,
@@ -45,16 +43,6 @@ def closed(paths) -> bool:
 def enumerated(masses, paths, nodes: int) -> float:
     """The greatest mass of any tree of so many of the paths."""
     return max(sum(masses.get(p, 0.0) for p in own) for own in combinations(paths, nodes) if closed(own))
-
-
-def test_the_reference_is_a_tree_and_so_is_each_of_its_beginnings():
-    assert len(REFERENCE_TREE) == len(set(REFERENCE_TREE)) == 63
-    assert Counter(map(len, REFERENCE_TREE)) == {1: 10, 2: 28, 3: 23, 4: 2}
-    for nodes in range(1, 64):
-        assert set(tree_choices(reference_tree(4, nodes))) == set(REFERENCE_TREE[:nodes])
-    assert len(reference_tree(4)) == 63 and reference_tree(4).depth == 4
-    assert reference_tree(2).depth == 2 and len(reference_tree(2)) == 38
-    assert set(tree_choices(reference_tree(1, 4))) == {(0,), (1,), (2,), (3,)}
 
 
 def test_a_rarer_earlier_sibling_is_paid_for():
@@ -109,9 +97,11 @@ def test_accuracies_are_shares_of_the_drafted_tokens():
 
 
 def test_the_length_of_a_tree_is_that_of_the_decoders_rounds():
-    own, tree = text([[9, 9], [0, 0], [1, 9], [1, 0], [0, 9], [9, 9], [0, 0]], limit=9), reference_tree(2, 4)
+    own, tree = (
+        text([[9, 9], [0, 0], [1, 9], [1, 0], [0, 9], [9, 9], [0, 0]], limit=9),
+        Tree.from_choices([(0,), (1,), (0, 0), (0, 1)]),
+    )
     # From 0 one token; from 1 (0), (0, 0); from 4 (0); from 6 (0), which ends the text.
-    assert tree_choices(tree) == [(0,), (1,), (0, 0), (0, 1)]
     assert own.starts(tree) == [0, 1, 4, 6]
     assert mean_acceptance_length([own], tree) == 7 / 4
     assert acceptance_estimate([own, own], tree).value == 7 / 4
