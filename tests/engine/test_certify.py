@@ -59,8 +59,8 @@ def test_a_build_that_samples_wrongly_fails(astray, prompts, tmp_path):
 
 
 def test_the_mended_build_passes(speculating, prompts, tmp_path):
-    """All temperatures in one batch, too, and with the draft to look for what leans towards it."""
+    """With the draft, to look for what leans towards it."""
     code, found, laws = certify(speculating.url, prompts, tmp_path / "out", "0,1", "--draft", str(DRAFT))
     assert code == 0 and found["greedy"]["identical"]
-    assert all(law["passed"] and len(law["tests"]) == 17 for law in laws.values())
+    assert all(law["passed"] for law in laws.values())
     assert found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0
