@@ -71,8 +71,6 @@ def speculative_generate(
     """Decode speculatively with the arguments of `target.generate`.
 
     Args:
-        target: the model that decides the text.
-        proposer: the drafter.
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
         draft_length: γ, depth of a draft; less near the length limit. None is the proposer's `longest`, or 4 without

@@ -102,7 +102,6 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """Return Σ_i decay^i · the objective summed over guess i's tokens; called inside of the heads' forwards.
 
         Args:
-            positions: the positions to learn at.
             learners: the input of each guess's language-model head, (N, H), and that head, over the heads' vocabulary.
             teacher: the input of the teacher's head, (B, T, H), and the rows of it that the objective needs; None for
                 hard labels.
@@ -129,7 +128,6 @@ class HeadsTrainer(RecipeTrainer, ABC):
         """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K).
 
         Args:
-            positions: the positions to learn at.
             chosen_BT: as in `replay_sums`.
             p: the target's distributions there, over its whole vocabulary.
             features: calls the function that it is given with guess i's states and head.

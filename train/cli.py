@@ -296,8 +296,6 @@ def fields_of(file: str) -> dict[str, Any]:
             content = yaml.load(stream, Loader=UniqueKeys)
     except InputError:
         raise
-    except RecursionError as error:
-        raise InputError(f"config: expected YAML in {file}, found: nested too deeply") from error
     except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
         raise InputError(f"config: expected YAML in UTF-8 in {file}, found other bytes or characters") from error
     except yaml.MarkedYAMLError as error:

@@ -26,7 +26,6 @@ def replay_features(p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels
         p: the target's logits of the next token, (N, V), or its cached distributions under the same warping. With
             these the second feature is an upper bound, too high by at most min(p_tail, q_tail), and the third a lower
             bound, which takes 0 for tokens of the tail, each less probable than the k-th; the others are exact.
-        q_logits_NV: the draft's logits.
         labels_N: the next tokens, written by the target under the same warping.
         sampler: the deployment's warping, a context-free one.
 

@@ -95,7 +95,6 @@ class BlockForward(Forward):
         Args:
             tokens: (B, K) int64.
             starts: the slot of each row's first token, (B,) int64.
-            slots_N: 0 … N − 1.
             last: the greatest position, () int64.
             visible: which of the last M ≥ K slots up to the block's end each token attends to, (B, K, M) bool.
             depths: each token's position beyond its row's start, (B, K) int64.

@@ -38,9 +38,7 @@ class CachedModel:
     Args:
         model: a model that `check_rollback` accepts.
         rows: B, rows decoded together.
-        max_length: the most tokens of a row.
         block: the most tokens fed in one forward after the prompt; rejected ones need room after the last length.
-        compiled: run blocks through the model's compiled program.
         wants_hidden: keep the head's input of the last forward in `hidden`.
         rollback: the most tokens taken back from one forward to the next, which layers with a window must not forget;
             two blocks if None.
@@ -360,7 +358,6 @@ class CachedModel:
             tokens: (B, K) int64.
             slots: the slot of each row's first token.
             reach: the number of slots written, from a row's first token on.
-            inputs: the program's inputs after the greatest position.
             further: the model's other inputs by name, (B, K, …).
         """
         if self.is_empty:

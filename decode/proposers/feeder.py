@@ -43,8 +43,6 @@ class Feeder:
     states, nodes of a draft are fed with their parents' as the model's input `states`.
 
     Args:
-        model: a causal LM, or heads in the form of one.
-        task: the rows and settings.
         max_length: the greatest number of tokens that a row has in the cache.
         block: the most tokens that are fed at once after the first texts, and the slots that a draft takes.
     """

@@ -64,8 +64,6 @@ def accept_exact(
             siblings' tokens, renormalised; all zero where no token was left. None where the draft is deterministic (q
             one-hot); then siblings must be distinct.
         drafted: the drafted tokens, (K,).
-        tree: the draft's shape.
-        generator: the source of randomness; the global one if None.
 
     Returns:
         The accepted nodes, from the root's child down, and the token to emit after them, (1,).

@@ -250,9 +250,6 @@ class BlockDrafter(FeatureHeads):
         """Return an untrained drafter with the target's sizes and random layers.
 
         Args:
-            target: a causal LM.
-            mask_token: the token whose embedding stands for a mask.
-            layers: the number of layers.
             token_map: the target's ids that it may draft, (D,) int64; all if None.
             layer_ids: the target's layers that it sees, counted from 0; `default_target_layers` of two or more if None.
             **shape: further fields of `BlockConfig`, such as `block_size`, or of its heads.

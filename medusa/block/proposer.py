@@ -210,10 +210,8 @@ class BlockProposer(FeatureProposer):
     the same depth in a tree differ by these alone.
 
     Args:
-        drafter: the target's.
         tree: None drafts chains. A `Tree` has one shape for every round; its siblings are the most likely tokens at
             T=0, and drawn without replacement under sampling.
-        greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
 
     Raises:
         InputError: a tree deeper than a block, or wider than the candidates of a head that chooses.

@@ -183,7 +183,6 @@ class EagleHeads(FeatureHeads):
         """Return untrained heads for a target: its head's rows, and a layer of its sizes with random weights.
 
         Args:
-            target: a causal LM.
             token_map: the target's ids that the heads may draft, (D,) int64; all if None.
             layer_ids: the depths of the features; `default_layers` if None.
             **shape: further fields of `EagleConfig`, such as `intermediate_size` or `norm_output`.

@@ -94,10 +94,8 @@ class EagleProposer(FeatureProposer):
     """A proposer of chains or trees from EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840, section 3).
 
     Args:
-        heads: EAGLE-3 heads of the target.
         tree: None drafts chains. A `Tree` has one shape for every round; its siblings are the most likely tokens at
             T=0, and drawn without replacement under sampling.
-        greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
     """
 
     def __init__(self, heads: EagleHeads, tree: Tree | None = None, greedy: bool = False):

@@ -106,11 +106,9 @@ def unroll(
     is meaningless if position s + k belongs to another text, or to padding.
 
     Args:
-        heads: EAGLE-3 heads.
         embeddings_BTH: the target's embeddings of the next tokens.
         features_BTF: the target's features of the tokens at these positions.
         positions_BT: the index of each position within its text, int64.
-        num_steps: K.
         texts_BT: in packed rows a number for each text, such as (positions_BT == 0).cumsum(1).
     """
     rounds = UnrolledRounds(heads, embeddings_BTH, features_BTF, positions_BT, texts_BT)

@@ -148,7 +148,6 @@ class MedusaHeads(DraftingHeads):
 
         Args:
             target: a causal LM; its head may be tied.
-            num_heads: K.
             token_map: the target's ids that heads may draft, (D,) int64; all if None.
             **shape: further fields of `MedusaConfig`, such as `num_hidden_layers` or `hydra`.
 

@@ -85,7 +85,6 @@ class MedusaProposer(TreeProposer):
     drafts nothing, and emits the token that the prompt's forward gives.
 
     Args:
-        heads: the target's.
         tree: cut to the draft length; by default the tree of the heads' config, or a chain of all heads.
 
     Raises:

@@ -62,7 +62,6 @@ def replay_ranks(
 
     Args:
         target: the model that wrote the text at T=0.
-        heads: heads of this target.
         sequence: prompt and text, (T,) int64.
         prompt_length: at least 1 and less than T.
         sampler: the processors at T=0; none by default.

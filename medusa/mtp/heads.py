@@ -38,10 +38,6 @@ class MtpHeads(DraftingHeads):
     """The MTP layers of a target, in the form of a causal LM for `CachedModel`: layer k has the cache's layer k.
 
     Embeddings, head, rotary positions and the last norm are the target's, and no part of this model.
-
-    Args:
-        native: the library's MTP layers, tied to the target.
-        target: the target.
     """
 
     title, field, width = "MTP layers", "mtp", "hidden_size"
@@ -242,10 +238,8 @@ class MtpHeads(DraftingHeads):
         last position with a state of the target is s. Texts of fewer positions than K have fewer steps.
 
         Args:
-            embeddings: those of the tokens after the positions, (B, T, H).
-            states: the target's, (B, T, H).
+            embeddings, states: of the tokens after the positions, and the target's, (B, T, H).
             positions: in each text, (B or 1, T).
-            num_steps: K.
             texts: in packed rows a number for each text, (B, T).
         """
         length, several = embeddings.shape[1], len(self.layers) > 1

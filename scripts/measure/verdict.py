@@ -152,7 +152,6 @@ def judge(
     passes in all settings, because a server is started with one.
 
     Args:
-        runs: at least one.
         demands: the speed-up's first; their intervals hold together for all runs.
         say: a sentence on a run's speed-up without its full stop, from both and the setting in words.
         at_once: the batch size in words.

@@ -19,7 +19,6 @@ class CompletionCollator:
     next 1 + k tokens all have a label.
 
     Args:
-        tokenizer: gives the padding token.
         ahead: the last k of `positions`.
         prompts: add `text_positions`, the same for all tokens of a text except its first.
         bounds: add `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, the bounds of texts in the

@@ -67,12 +67,9 @@ def read_prompts(
     Args:
         source: a `.jsonl` file (one record per line), `.json` (an array of records), `.parquet`, `.txt` (one
             prompt per line, empty lines skipped); or a directory or hub id for `datasets.load_dataset`.
-        split: the split of a directory or hub id.
-        limit: read only the first `limit` prompts.
         answers: "dropped": conversations end with their last user turn. "required": they end with an assistant turn,
             and a `prompt` comes with a `completion` or `response`, both strings or both lists of messages. "kept": as
             "required" if there is an answer, otherwise as "dropped".
-        later: keep the later ones of `turns` too.
         invalid: "refuse" raises an error at the first record that cannot be used; "skip" leaves all such records out,
             with a warning that counts and names them.
 

@@ -7,7 +7,6 @@ from draftsmith.decode.errors import Range, at_least, finite, more_than, require
 
 COUNT = at_least(1)
 RATE = finite(at_least(0))
-MOMENT = Range("a number from 0 to less than 1", lambda value: 0 <= value < 1)
 SEED = Range("a whole number from 0 to 2³² − 1", lambda value: 0 <= value < 2**32)
 RANGES: Mapping[str, Range] = {
     "max_steps": Range("at least 1, or -1 for epochs", lambda value: value == -1 or value >= 1),
@@ -18,20 +17,11 @@ RANGES: Mapping[str, Range] = {
     "learning_rate": RATE,
     "warmup_steps": RATE,
     "weight_decay": RATE,
-    "adam_beta1": MOMENT,
-    "adam_beta2": MOMENT,
-    "adam_epsilon": finite(more_than(0)),
     "max_grad_norm": RATE,
-    "neftune_noise_alpha": RATE,
     "logging_steps": RATE,
     "eval_steps": finite(more_than(0)),
-    "eval_delay": RATE,
-    "eval_accumulation_steps": COUNT,
     "save_steps": finite(more_than(0)),
-    "save_total_limit": COUNT,
-    "torch_empty_cache_steps": COUNT,
     "dataloader_num_workers": at_least(0),
-    "dataloader_prefetch_factor": COUNT,
     "seed": SEED,
     "data_seed": SEED,
 }

@@ -121,9 +121,7 @@ class ServedTarget:
     """A target on servers that all serve the same one.
 
     Args:
-        urls: the servers.
         norm: the target's last norm, on the CPU, in the dtype that the states come in; None if it has none.
-        timeout: the seconds of one answer.
         deadline: the seconds without an answer from any server after which the run ends.
         served: what the servers must say of their target when they are asked for states. If None, they are asked what
             it is now, and all must answer.

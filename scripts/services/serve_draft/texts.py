@@ -98,12 +98,9 @@ class DraftTexts:
     """A draft model and the texts that it drafts for; used by one thread only.
 
     Args:
-        model: the drafter, which passes `check_rollback`.
         max_length: the most tokens of a text, including drafted ones; the rotary embedding may lower it.
-        max_draft_length: the most drafted tokens.
         cache_tokens: the most cached tokens, at least `max_length`. Each row of the present batch counts as its longest
             text. While a batch changes, there are up to twice as many.
-        copies: drafters that copy before the model drafts, or None.
     """
 
     def __init__(
