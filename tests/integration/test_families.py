@@ -177,7 +177,7 @@ def test_exact_draws_of_a_row_are_those_it_has_alone(shape):
     assert out.departure is None
 
 
-@pytest.mark.parametrize(("rule", "shape"), [*zip(RULES, SHAPES, strict=True)])
+@pytest.mark.parametrize(("rule", "shape"), [*zip(RULES, ("chain", "tree", "chain"), strict=True)])
 def test_lossy_rules_at_t0_say_which_tokens_are_not_the_argmax(rule, shape):
     name = MAIN[0]
     texts, out = speculate(name, shape, [0, 1, 2], rule=RULES[rule], **GREEDY)
