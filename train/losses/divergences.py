@@ -90,7 +90,7 @@ def divergence(
     """Return the mean divergence over positions, in nats; gradients flow to `q_logits`.
 
     Args:
-        p_logits, q_logits: the target's and the draft's logits, (N, V).
+        p_logits: the target's logits, (N, V), and those of the draft, `q_logits`, likewise.
         name: a key of `DIVERGENCES`, or `cross_entropy`.
         temperature: divides both logits; no factor T² is applied, since the value is that of the deployment at T.
         mask: (N,) bool, the positions that count; all if None.
