@@ -212,12 +212,8 @@ class FeatureTrainer(HeadsTrainer):
     def loss_maps(heads: Any) -> list[nn.Module]:
         """Return the maps whose weights the loss reads inside of their forwards."""
 
-    @staticmethod
-    def states_of_steps(
-        heads: Any, target_states: TargetStates, position_ids: Tensor | None, indices_N: Tensor, num_steps: int
-    ) -> list[Tensor]:
-        """Return the inputs of the head in each of K steps at positions of the flat batch, (N, H)."""
-        raise NotImplementedError
+    states_of_steps: ClassVar[Callable[..., list[Tensor]]]
+    """(heads, target states, position ids, indices of the flat batch, K) → the head's input in each step, (N, H)."""
 
     def with_head(self, function: Callable[[Sequence[Tensor], OutputHead], Tensor], states: list[Tensor]) -> Tensor:
         """Return a function of all steps' states and the head that they share, called where the head is whole."""
