@@ -50,7 +50,7 @@ ROAD: dict[str, dict[str, tuple[str, str]]] = {
             "choose.config:ChooseConfig",
         ),
         "tune": (
-            "compares the speed of lossy rules with their departure from the target; finds a switch, or γ by load",
+            "compares the speed of lossy rules with their departure from the target; finds γ by load",
             "tune.config:tune_config",
         ),
         "tree": ("finds the tree that a drafter should draft, on text of the target", "configs:TreeConfig"),

@@ -1,1 +1,1 @@
-"""`draftsmith tune`: lossy rules, a hybrid's switch, or draft lengths by load."""
+"""`draftsmith tune`: lossy rules, or draft lengths by load."""

@@ -19,9 +19,8 @@ from draftsmith.decode.repetition import count_repeated_ngrams
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair, read_tokens
-from draftsmith.scripts.tune.config import LoadConfig, SwitchConfig, TuneConfig, tune_config
+from draftsmith.scripts.tune.config import LoadConfig, TuneConfig, tune_config
 from draftsmith.scripts.tune.load import main as load_main
-from draftsmith.scripts.tune.switch import main as switch_main
 from draftsmith.scripts.tune.tradeoff import (
     EXACT,
     PLAIN,
@@ -173,11 +172,8 @@ def _decode(task: Task, setting: RuleSetting, first: int) -> Batch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune a rule, a switch or draft lengths, and print the table, the choice and the paths of the files."""
-    config_class = tune_config(sys.argv[1:] if argv is None else argv)
-    if config_class is SwitchConfig:
-        return switch_main(argv)
-    if config_class is LoadConfig:
+    """Tune a rule or draft lengths, and print the table, the choice and the paths of the files."""
+    if tune_config(sys.argv[1:] if argv is None else argv) is LoadConfig:
         return load_main(argv)
     config = parse_config(TuneConfig, argv, prog="draftsmith tune")
     print_tradeoff(tune(config))

@@ -8,8 +8,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
-from draftsmith.train.cli import Ints, numbers, values_by_field
-from draftsmith.train.kinds.hybrid import Hybrid
+from draftsmith.train.cli import values_by_field
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 BELOW_ONE = Range("levels of at least 0 and less than 1", lambda level: 0 <= level < 1)
@@ -59,31 +58,6 @@ class TuneConfig(Sampling, PromptedTarget):
 
 
 @dataclass
-class SwitchConfig(Sampling, PromptedTarget):
-    """Find a hybrid's switch by replay and measured costs; half of the prompts, dealt by `seed`, report on it."""
-
-    output: str
-    """The directory that receives `switch.json`."""
-    drafter: Drafters = field(default_factory=list, metadata=aliases())
-    """The hybrid, `hybrid:FIRST+LAST`; a switch given with it is ignored."""
-    draft_length: Ints = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 8])
-    """γ, separated by commas: the length of copies, and the longest draft of a last drafter without a tree."""
-    batch_size: int = 1
-    """Prompts decoded together when costs are measured."""
-    compiled: bool | None = None
-    """Compile forwards; null: as `measure` chooses, together with `dtype: auto`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.drafter = only_drafter(self.drafter)
-        self.draft_length = sorted(numbers(self.draft_length, int, "draft_length"))
-        require_some(self, "draft_length", "number")
-        require(self, DRAFT_LENGTH, "draft_length")
-        require(self, at_least(1), "batch_size")
-        require(self, at_least(4), "limit")
-
-
-@dataclass
 class LoadConfig:
     """Find the draft length for each load, from measurements of the server at several draft lengths."""
 
@@ -113,8 +87,5 @@ class LoadConfig:
 
 
 def tune_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config class for these arguments: with `reports` LoadConfig, with a hybrid SwitchConfig."""
-    given = values_by_field(arguments)
-    if "reports" in given:
-        return LoadConfig
-    return SwitchConfig if any(f"{Hybrid.name}:" in str(value) for value in given["drafter"]) else TuneConfig
+    """Return the config class for these arguments: with `reports` LoadConfig, else TuneConfig."""
+    return LoadConfig if "reports" in values_by_field(arguments) else TuneConfig

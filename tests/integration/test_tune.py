@@ -5,18 +5,14 @@ import json
 import pytest
 from conftest import perturbed, tiny_llama
 from listening import LOADING, listened
-from short_timing import shorten
 
-from draftsmith.decode import DraftModelProposer, InputError, Switch, speculative_generate
+from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
 from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each, ratio_interval
 from draftsmith.decode.rules import Threshold
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
-from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import load_pair
-from draftsmith.scripts.tune import command, switch
+from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
-from draftsmith.scripts.tune.config import tune_config
 from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
 from draftsmith.train.cli import flags_of
 from draftsmith.train.models import load_model, load_tokenizer
@@ -246,45 +242,6 @@ def test_bad_input_is_named(tmp_path, fields, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.fixture(scope="module")
-def switched(models):
-    """A hybrid's switch, found by the command itself."""
-    flags = {
-        "target": models / "target", "drafter": f"hybrid:suffix:1+{models / 'draft'}@match=9",
-        "prompts": models / "prompts.jsonl", "output": models / "switch", "dtype": "float32", "max-new-tokens": NEW,
-        "draft-length": "1,3", "compiled": "false", "threads": 1,
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        shorten(patch)
-        patch.setattr(switch, "MATCHES", (1, 3, 99))
-        patch.setattr(switch, "SCORES", (0.0, 2.0))
-        assert main(["tune", *flags_of(flags)]) == 0
-    return json.loads((models / "switch" / "switch.json").read_text(), object_hook=estimated)
-
-
-def test_every_switch_is_replayed_and_priced(switched):
-    tried = {(entry["match"], entry["score"]) for entry in switched["switches"]}
-    assert tried == {(match, score) for match in (1, 3, 99) for score in (0.0, 2.0)}
-    assert switched["sources"] == ["suffix", "draft"]
-    assert switched["prompts"]["choosing"] + switched["prompts"]["reported"] == len(PROMPTS)
-    never = next(entry for entry in switched["switches"] if entry["match"] == 99)
-    assert never["rounds"][0] == 0.0
-    predicted = [entry["predicted_speedup"].value for entry in switched["switches"]]
-    assert predicted == sorted(predicted, reverse=True)
-
-
-def test_the_chosen_switch_is_what_the_drafter_is_called_by(switched, models, tokenizer):
-    chosen = switched["chosen"]
-    written = f"match={chosen['match']},score={chosen['score']!r},last={chosen['last']}"
-    argument = f"hybrid:suffix:1+{models / 'draft'}@{written}"
-    assert chosen["argument"] == argument
-    (spec,) = drafter_specs([argument], [chosen["draft_length"]])
-    pair = load_pair(str(models / "target"), tokenizer, [spec], "float32")
-    assert pair.drafter.proposer.switch == Switch(chosen["match"], chosen["score"])
-    assert pair.drafter.proposer.last_length == chosen["last"] <= chosen["draft_length"]
-    assert pair.drafter.figures == {"switch_match": chosen["match"], "switch_score": chosen["score"]}
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -307,10 +264,3 @@ def test_hybrids_that_cannot_be_are_refused_in_one_line(models, capsys, argument
     ])  # fmt: skip
     assert code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", ["", "5", "{a: b}"])
-def test_a_drafter_that_is_no_text_is_left_to_the_parser(tmp_path, value):
-    path = tmp_path / "tune.yaml"
-    path.write_text(f"drafter: {value}\n")
-    assert tune_config(["--config", str(path)]) is TuneConfig

@@ -28,7 +28,7 @@ OPENINGS = re.compile(r"\s*(Of|By|That|What|Which|Whose|Where|As|Lest|Beside|Beh
 COMMENTED = ("decode", "train/losses", "medusa")
 CODE_PER_COMMENT = 25
 CEILING = ROOT / "tests" / "ceiling.json"
-FORMS = {"measure": [[], ["--server"]], "tune": [[], ["--reports"], ["--drafter", "hybrid:"]]}
+FORMS = {"measure": [[], ["--server"]], "tune": [[], ["--reports"]]}
 """The arguments that choose among a command's configs."""
 
 

@@ -20,7 +20,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
-from draftsmith.scripts.tune.config import SwitchConfig, TuneConfig
+from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
 from draftsmith.train.teacher.cache_writer import CacheConfig
@@ -45,7 +45,7 @@ FOLDERS = {
     "serve-draft": ServeDraftConfig,
     "serve": CoordinatorConfig,
 }
-OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig, Path("tune/switch.yaml"): SwitchConfig}
+OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig}
 FOREIGN = {"accelerate", "cluster", "deepspeed"}  # read by those libraries, not by ours
 FOREIGN_FILES = {
     Path("cluster/compose.yaml"),

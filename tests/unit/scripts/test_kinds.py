@@ -7,11 +7,11 @@ import pytest
 from conftest import tiny_llama
 from pages import ROOT
 
-from draftsmith.decode import DraftModelProposer, PromptLookupProposer
+from draftsmith.decode import DraftModelProposer, PromptLookupProposer, Switch
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.scripts.configs import GenerateConfig, TreeConfig
-from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parse_drafter
+from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named, kind_of, parse_drafter
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.kinds.drafter import Drafter, Pair
@@ -46,6 +46,11 @@ def test_a_directory_says_its_kind(directories, name):
         kind_of(str(directories / name)),
         str(directories / name),
     )
+
+
+def test_a_hybrids_argument_has_its_switch():
+    (spec,) = drafter_specs(["hybrid:suffix:1+unigram@match=3,score=0.5,last=2"], [4])
+    assert kind_named(spec.kind).turns(spec) == (Switch(3, 0.5), 2)
 
 
 UNREAD = {

@@ -7,7 +7,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.engines.draft_lengths import speculative_fields
 from draftsmith.scripts.tune import load
-from draftsmith.scripts.tune.config import LoadConfig, SwitchConfig, TuneConfig, tune_config
+from draftsmith.scripts.tune.config import LoadConfig, tune_config
 
 
 def report(path, draft_length: int, speedups: dict[int, float], temperatures=(0.0,), server: object = True):
@@ -82,9 +82,3 @@ def test_reports_that_make_no_table_are_refused_in_one_line(tmp_path, make, mess
     with pytest.raises(InputError, match=message) as error:
         load.tune_load(config(tmp_path, *reports))
     assert "\n" not in str(error.value)
-
-
-def test_other_tunings_are_as_they_were():
-    assert (
-        tune_config(["--drafter", "hybrid:suffix+d"]) is SwitchConfig and tune_config(["--drafter", "d"]) is TuneConfig
-    )
