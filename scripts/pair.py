@@ -53,22 +53,20 @@ def load_pair(
     Raises:
         InputError: models that cannot be loaded, do not fit the target or cannot decode.
     """
+    kinds = [kind_named(spec.kind) for spec in drafters]
     if decodes:
         require_rollback(path, trust_remote_code)
     loading = Loading(path, tokenizer, trust_remote_code, again=again)
     if any(spec.tree is not None for spec in drafters):
         loading.require_chains("width")
-    kinds = [kind_named(spec.kind) for spec in drafters]
     for kind, spec in zip(kinds, drafters, strict=True):
         kind.check(spec, loading)
     loading.dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=loading.dtype, trust_remote_code=trust_remote_code)
-    check_head(target.config, tokenizer, "target")
     generation: Any = target.generation_config
-    settings, ends = (
-        unapplied_settings(generation, None if again else path),
-        end_of_sequence_ids(generation, tokenizer) or None,
-    )
+    ends = end_of_sequence_ids(generation, tokenizer) or None
+    settings = unapplied_settings(generation, None if again else path)
+    check_head(target.config, tokenizer, "target")
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
     loaded = [kind.load(spec, loading) for kind, spec in zip(kinds, drafters, strict=True)]

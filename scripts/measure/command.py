@@ -26,10 +26,10 @@ from draftsmith.scripts.measure.server.entries import server_report
 from draftsmith.scripts.measure.server.expectation import read_expectation, require_known
 from draftsmith.scripts.measure.stages import run_stages
 from draftsmith.scripts.measure.state import Measured
-from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
+from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import read_tokens
-from draftsmith.scripts.report.page import write_page
-from draftsmith.scripts.report.rounds import ROUNDS, write_rounds
+from draftsmith.scripts.report.page import render_page
+from draftsmith.scripts.report.rounds import ROUNDS, rounds_text
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
@@ -63,18 +63,17 @@ def measure(config: MeasureConfig) -> Report:
         raise InputError(
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
-    drafters = _drafters(config)
-    code, kept = config.trust_remote_code, Unfinished.directory(config) / SETTINGS
+    drafters, unfinished, code = _drafters(config), Unfinished(config), config.trust_remote_code
     pair, settings = load_fastest(
-        config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code, kept
+        config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code, unfinished.settings
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     config = replace(config, compiled=settings.compiled)
     tables: list[CostTable] | None = [] if config.costs == NONE else None
     if config.costs not in (None, NONE):  # before any text is decoded: a file that does not fit is refused at once
         tables = load_costs(Path(str(config.costs)), config, pair)
-    with output_directory(output, lambda: "the batches that were decoded"):
-        unfinished = Unfinished(config, pair, prompts, encoded)
+    kept = unfinished.of_run(config, pair, prompts, encoded)
+    with output_directory(output, lambda: "the batches that were decoded"), kept:
         settings.to_file(unfinished.settings)
         measured = Measured(config, pair, settings, prompts, encoded, failures=unfinished.failures)
         run_stages(measured, tables, unfinished)
@@ -84,8 +83,7 @@ def measure(config: MeasureConfig) -> Report:
             _write(report, output)
         if report.by_load:
             write_json(output / DRAFT_LENGTHS, draft_lengths(measured, report.by_load))
-        write_rounds(output / ROUNDS, rounds_settings(measured), measured.rounds)
-        unfinished.end()
+        write_atomically(output / ROUNDS, rounds_text(rounds_settings(measured), measured.rounds))
     return report
 
 
@@ -123,7 +121,7 @@ def measure_server(config: MeasureServerConfig) -> Report:
 
 def _write(report: Report, output: Path) -> None:
     write_json(output / "report.json", report)
-    write_page(report, output / "report.html")
+    write_atomically(output / "report.html", render_page(report))
     write_atomically(output / "summary.md", markdown(report))
 
 

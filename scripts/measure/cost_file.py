@@ -81,38 +81,33 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
     Raise InputError without a file, or for costs of another target, drafter, temperature, dtype or machine, or of
     smaller batches.
     """
+    here: dict[str, Any] = environment(pair.target.device, pair.dtype)
+    priced = priced_proposers(pair)
     try:
         file = read(CostFile, path, "costs")
     except FileNotFoundError as error:
         raise InputError(f"costs: expected a file that `measure` wrote at {path}, found none") from error
     if file.schema != SCHEMA:
         raise InputError(f"costs: {path}: schema: expected {SCHEMA!r}, found {file.schema!r}")
-    require_same(path, "target", config.target, file.target)
-    largest = max((rows for table in file.tables for rows in table.target_seconds), default=0)
-    if (most := max(config.batch_size)) > largest:
-        raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
-    for table in file.tables:
-        if missing := sorted(priced_proposers(pair).keys() - table.drafters.keys()):
-            raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
-    for temperature in config.temperature:
-        if all(table.temperature != temperature for table in file.tables):
-            raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
-    here: dict[str, Any] = environment(pair.target.device, pair.dtype)
-    require_same(path, "compiled", bool(config.compiled), file.compiled)
-    for name in SAME:
-        require_same(path, name, here[name], file.environment.get(name))
+    same = [("target", config.target, file.target), ("compiled", bool(config.compiled), file.compiled)]
+    same += [(name, here[name], file.environment.get(name)) for name in SAME]
     for drafter in pair.drafters:
         of_file = file.drafters.get(drafter.name)
         if of_file is None:
             others = ", ".join(file.drafters) or "none"
             raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
-        for key, value in drafter.to_dict().items():
-            if key != "path":
-                require_same(path, f"{drafter.name}'s {key}", value, of_file.get(key))
+        own = drafter.to_dict()
+        same += [(f"{drafter.name}'s {key}", own[key], of_file.get(key)) for key in own if key != "path"]
+    for name, one, other in same:
+        if one != other:
+            raise InputError(f"costs: expected those of {name} {one} in {path}, found those of {other}: measure again")
+    largest = max((rows for table in file.tables for rows in table.target_seconds), default=0)
+    if (most := max(config.batch_size)) > largest:
+        raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
+    for table in file.tables:
+        if missing := sorted(priced.keys() - table.drafters.keys()):
+            raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
+    for temperature in config.temperature:
+        if all(table.temperature != temperature for table in file.tables):
+            raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
     return file.tables
-
-
-def require_same(path: Path, name: str, here: object, there: object) -> None:
-    """Raise InputError if the costs in a file are of something else than is here."""
-    if here != there:
-        raise InputError(f"costs: expected those of {name} {here} in {path}, found those of {there}: measure again")

@@ -22,8 +22,7 @@ from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment
 
 T = TypeVar("T")
-SCHEMA = "draftsmith.unfinished/1"
-DIRECTORY, SETTINGS = ".unfinished", "settings.json"
+SCHEMA, DIRECTORY = "draftsmith.unfinished/1", ".unfinished"
 MAY_CHANGE = (*("output", "costs", "min_speedup", "min_gain"), *("confidence", "trust_remote_code"))
 """Settings that do not change what is decoded: the output, what is timed in addition, and the verdict."""
 IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "threads")
@@ -38,22 +37,44 @@ class Unfinished:
     All that was timed together is one unit, so that no speed-up mixes two processes.
     """
 
-    def __init__(self, config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]):
-        """Begin, or continue an earlier run; raise InputError if that one had other settings, models or prompts."""
+    def __init__(self, config: MeasureConfig):
         self.failures: list[Failure] = []
         self.errors: list[Exception] = []
-        self._directory = self.directory(config)
-        settle_manifest(self._directory, _manifest(config, pair, prompts, encoded))
-
-    @staticmethod
-    def directory(config: MeasureConfig) -> Path:
-        """Return the directory in which a run with this config keeps finished work."""
-        return Path(config.output) / DIRECTORY
+        self._directory = Path(config.output) / DIRECTORY
 
     @property
     def settings(self) -> Path:
         """The file of the fastest settings: a continued run does not time them again."""
-        return self._directory / SETTINGS
+        return self._directory / "settings.json"
+
+    @contextmanager
+    def of_run(
+        self, config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
+    ) -> Iterator[None]:
+        """Begin, or continue an earlier run; after the block remove the files, unless another run may finish a part.
+
+        Raises:
+            InputError: the earlier run had other settings, models or prompts.
+        """
+        settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
+        here = environment(pair.target.device, pair.dtype)
+        sha, digest = here.pop("git_sha"), hashlib.sha256()
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            digest.update(json.dumps([prompt.category, ids]).encode())
+        models = {"target": config.target} | {
+            d.name if d.kind == d.name else f"{d.kind} {d.name}": d.path for d in pair.drafters
+        }
+        manifest = {
+            "schema": SCHEMA,
+            "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
+            "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(prompts)},
+            **{name: {"path": path} | identity(path) for name, path in models.items() if path is not None},
+            "versions": {"draftsmith": version("draftsmith"), "git_sha": sha},
+        }
+        settle_manifest(self._directory, manifest)
+        yield
+        if not self.failures:
+            remove(self._directory)
 
     @contextmanager
     def attempt(self, part: str) -> Iterator[None]:
@@ -84,28 +105,3 @@ class Unfinished:
 
     def _path(self, key: tuple[object, ...]) -> Path:
         return self._directory / f"{quote('-'.join(map(str, key)), safe='')}.json"
-
-    def end(self) -> None:
-        """Remove the files, unless a part failed that another run may finish."""
-        if not self.failures:
-            remove(self._directory)
-
-
-def _manifest(
-    config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
-) -> dict[str, Any]:
-    settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
-    here = environment(pair.target.device, pair.dtype)
-    sha, digest = here.pop("git_sha"), hashlib.sha256()
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        digest.update(json.dumps([prompt.category, ids]).encode())
-    models = {"target": config.target} | {
-        d.name if d.kind == d.name else f"{d.kind} {d.name}": d.path for d in pair.drafters
-    }
-    return {
-        "schema": SCHEMA,
-        "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
-        "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(prompts)},
-        **{name: {"path": path} | identity(path) for name, path in models.items() if path is not None},
-        "versions": {"draftsmith": version("draftsmith"), "git_sha": sha},
-    }

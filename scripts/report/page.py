@@ -7,7 +7,6 @@ without measurements are left out.
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
@@ -22,7 +21,6 @@ from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import DOUBTFUL
-from draftsmith.train.files import write_atomically
 
 NONE = "–"
 MUCH_REPEATED = 0.25  # the share of repeated n-grams from which the page warns, more than code or tables usually have
@@ -33,11 +31,6 @@ SOURCES = {
     "counters": "the server's counters of all requests together",
 }
 """The evidence for acceptance."""
-
-
-def write_page(report: Report, path: Path) -> None:
-    """Write the page of a report to a temporary file, and rename it, so that no reader sees half a file."""
-    write_atomically(path, render_page(report))
 
 
 def render_page(report: Report) -> str:

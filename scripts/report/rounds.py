@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, Count, Finite, Share, TokenId, file_bytes, parse
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.train.files import write_atomically
 
 SCHEMA: Literal["draftsmith.rounds/1"] = "draftsmith.rounds/1"
 ROUNDS = "rounds.jsonl"
@@ -92,10 +91,10 @@ class ExpectedText:
         return np.asarray(self.drafted[drafter]) if drafter in self.drafted else None
 
 
-def write_rounds(path: Path, settings: RoundsSettings, texts: Sequence[ExpectedText]) -> None:
-    """Write the file aside, then rename it."""
-    lines = [json.dumps(line, separators=(",", ":")) for line in (asdict(settings), *map(asdict, texts))]
-    write_atomically(path, "\n".join(lines) + "\n")
+def rounds_text(settings: RoundsSettings, texts: Sequence[ExpectedText]) -> str:
+    """Return the file's text."""
+    lines = (asdict(settings), *map(asdict, texts))
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
 def read_rounds(report: str) -> tuple[RoundsSettings, list[ExpectedText]]:

@@ -87,7 +87,7 @@ def checked(root, output, page=False, **settings):
     others = {"max_new_tokens": NEW, "draft_length": "2", "costs": "none", "compiled": False}
     with pytest.MonkeyPatch.context() as patch:
         if not page:  # it takes a second
-            patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+            patch.setattr(command, "render_page", lambda report: "<!DOCTYPE html>")
         report = measure(MeasureConfig(**with_drafters(fixed | others | settings), output=str(output)))
     return valid(output, report)
 
@@ -563,7 +563,7 @@ def arguments(root, output, **settings) -> list[str]:
 
 
 def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+    monkeypatch.setattr(command, "render_page", lambda report: "<!DOCTYPE html>")
     drafts = json.dumps([str(root / "bad"), str(root / "target")])
     argv = arguments(root, tmp_path, draft=drafts, baseline_draft=root / "stock", min_gain=0.1, min_speedup=0.001)
     assert main(argv) == 0
@@ -584,7 +584,7 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
 
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+    monkeypatch.setattr(command, "render_page", lambda report: "<!DOCTYPE html>")
     argv = arguments(root, tmp_path, draft=root / "bad", baseline_draft=root / "draft", min_gain=0, confidence=0.9)
     assert main([*argv, "--min-speedup", "1000"]) == 3
     report = valid(tmp_path / "out")

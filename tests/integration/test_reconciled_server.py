@@ -12,7 +12,7 @@ from simulated_server import Simulated, simulated_server
 
 from draftsmith.scripts import cli
 from draftsmith.scripts.measure.server import observe
-from draftsmith.scripts.report.rounds import SCHEMA, ExpectedText, RoundsSettings, read_rounds, write_rounds
+from draftsmith.scripts.report.rounds import SCHEMA, ExpectedText, RoundsSettings, read_rounds, rounds_text
 from draftsmith.scripts.report.schema import report_schema
 
 COUNT, NEW, GAMMA, ALPHA = 12, 40, 4, 0.6
@@ -49,7 +49,8 @@ def report(tmp_path):
         SCHEMA, "target", "float32", NEW, GAMMA, {"draft": {"kind": "draft", "path": "d"}}, FILTERS
     )
     (tmp_path / "report").mkdir()
-    write_rounds(tmp_path / "report/rounds.jsonl", settings, [rounds_of(f"word {i}") for i in range(COUNT)])
+    texts = [rounds_of(f"word {i}") for i in range(COUNT)]
+    (tmp_path / "report/rounds.jsonl").write_text(rounds_text(settings, texts))
     return tmp_path / "report" / "report.json"
 
 
@@ -91,7 +92,7 @@ def test_of_several_drafters_the_recommended_one_is_expected(measure, report):
     settings, texts = read_rounds(str(report))
     drafters = settings.drafters | {"heads": {"kind": "medusa", "path": "h"}}
     texts = [replace(text, accepted=text.accepted | {"heads": text.accepted["draft"]}) for text in texts]
-    write_rounds(report.with_name("rounds.jsonl"), replace(settings, drafters=drafters), texts)
+    report.with_name("rounds.jsonl").write_text(rounds_text(replace(settings, drafters=drafters), texts))
     with simulated_server(alpha=ALPHA, draft_length=GAMMA) as server:
         code, _, _, err = measure(server.url)
         assert code == 2 and "drafter: expected one of the report's, draft, heads, found none" in err
@@ -153,7 +154,8 @@ def test_prompts_are_compared_with_the_reports_before_anything_is_asked(
     measure, report, tmp_path, prompts, temperature, line
 ):
     settings, texts = read_rounds(str(report))
-    write_rounds(report.with_name("rounds.jsonl"), settings, [replace(text, temperature=temperature) for text in texts])
+    texts = [replace(text, temperature=temperature) for text in texts]
+    report.with_name("rounds.jsonl").write_text(rounds_text(settings, texts))
     path = tmp_path / "others.jsonl"
     path.write_text("".join(json.dumps({"id": name, "prompt": name}) + "\n" for name in prompts))
     with simulated_server() as server:

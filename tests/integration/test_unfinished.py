@@ -15,7 +15,7 @@ from processes import exit_code
 from draftsmith.decode import InputError
 from draftsmith.decode.measurement import authorship, intervals
 from draftsmith.decode.measurement.certificate import Certificate
-from draftsmith.scripts.measure import certify, command, side_by_side, stages, unfinished
+from draftsmith.scripts.measure import certify, command, side_by_side, stages
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.unfinished import DIRECTORY, Unfinished
 from draftsmith.scripts.report.types import Failure
@@ -34,7 +34,7 @@ def _quick(monkeypatch):
     """A clock that counts rounds, few resamples, and no page; nothing else is made up."""
     monkeypatch.setattr(intervals, "RESAMPLES", 100)
     monkeypatch.setattr(side_by_side, "timed_warm", clock(1.0))
-    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text(""))
+    monkeypatch.setattr(command, "render_page", lambda report: "")
     monkeypatch.setattr(certify, "certify_sampled", lambda *args, **options: Certificate(p_value=0.5, passed=True))
 
 
@@ -203,9 +203,8 @@ def test_a_drafter_that_fails_leaves_the_others_reported(root, whole, tmp_path, 
     ("error", "code"),
     [(RuntimeError("a bug"), 1), (RuntimeError("CUDA out of memory"), 2), (InputError("draft: no"), 2)],
 )
-def test_input_and_memory_are_told_from_bugs(root, tmp_path, monkeypatch, error, code):
-    monkeypatch.setattr(unfinished, "_manifest", lambda *_: {"schema": "any/1"})
-    work = Unfinished(config_of(root, tmp_path / "out"), None, [], [])
+def test_input_and_memory_are_told_from_bugs(root, tmp_path, error, code):
+    work = Unfinished(config_of(root, tmp_path / "out"))
     with work.attempt("drafting"):
         raise error
     assert work.failures == [Failure("drafting", str(error), code)] and work.errors == [error]

@@ -13,7 +13,7 @@ from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report import entries, types
-from draftsmith.scripts.report.page import lossless, render_page, write_page
+from draftsmith.scripts.report.page import lossless, render_page
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, Run, Speed
@@ -182,11 +182,8 @@ def full() -> Report:
 
 
 @pytest.fixture(scope="module")
-def full_page(full, tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("page") / "new" / "report.html"
-    write_page(full, path)
-    assert [other.name for other in path.parent.iterdir()] == ["report.html"]
-    return path.read_text(encoding="utf-8")
+def full_page(full) -> str:
+    return render_page(full)
 
 
 def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(full, full_page):
