@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from pages import GUIDES
+from programs import Untraced
 from rich.console import Console
 from round_counts import count, random_drafts, tiny
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from benchmarks import common, study
+from benchmarks import common, floor, study, timing
 from benchmarks.gpu import __main__ as gpu
 from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
 from draftsmith.decode.errors import InputError
@@ -27,7 +27,7 @@ from draftsmith.train.cli import Terminated, parse_config
 from draftsmith.train.job.processes import terminable
 
 ROOT = Path(__file__).parents[2]
-NAMES = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "common"} | {
+NAMES = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "common", "timing"} | {
     path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")
 }
 COMMAND = re.compile(r"python -m benchmarks\.(\w+)([^`\n]*)")
@@ -63,6 +63,19 @@ def test_every_command_line_of_the_documentation_parses():
 def test_bad_options_are_told(name, arguments, error):
     with pytest.raises(InputError, match=error):
         config_of(name, arguments)
+
+
+@pytest.fixture
+def pair(pair_dirs, tmp_path) -> list[str]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "import os"}\n')
+    return ["--target", str(pair_dirs[0]), "--draft", str(pair_dirs[1]), "--prompts", str(prompts)]
+
+
+def figures_of(bench, config_class, arguments, tmp_path, *shown):
+    path = tmp_path / "figures.json"
+    common.run_benchmark(config_class, bench, *shown, argv=[*arguments, "--output", str(path)])
+    return json.loads(path.read_text())
 
 
 @pytest.mark.usefixtures("short_timing")
@@ -126,40 +139,38 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
     assert tree.kernels <= 250
 
 
+@pytest.mark.usefixtures("untraced")
+def test_rounds_are_timed_beside_their_products(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "Program", Untraced)
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "40"]
+    figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
+    assert set(figures["rounds"]) == {f"{name}, T = {t}" for name in ("plain", "mine") for t in (0, 1)}
+    for of_method in figures["rounds"].values():
+        assert 0 < of_method["outside_share"] < 1 and of_method["products_ms"] > 0
+        assert of_method["over_products"] > 0
+
+
 def test_the_products_of_a_round_are_those_of_its_forwards():
     """Of the target once, of a draft model for each token, of Hydra heads for each node that has children."""
     target, draft = tiny(0), tiny(1)
     tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
     heads = MedusaHeads.of_target(target, tree.depth, hydra=True).requires_grad_(False)
-    places = {
-        module: place
-        for place, model in enumerate((target, draft, heads))
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear)
-    }
-    layers = sum(place == 0 for place in places.values())
+    products = floor.Products([target, draft, heads])
+    layers, ids = len(products.block(1)), torch.arange(8)[None]
 
     def made(proposer, draft_length):
-        """Return the model and the rows of each product, of three rounds."""
-        rounds = [[]]
-
-        def note(module, inputs):
-            if module in places:
-                rounds[-1].append((places[module], inputs[0].shape[:-1].numel()))
-
         options = {"draft_length": draft_length, "max_new_tokens": 24, "do_sample": False}
-        with register_module_forward_pre_hook(note):
-            ids = torch.arange(8)[None]
-            speculative_generate(target, proposer, ids, observer=lambda _: rounds.append([]), **options)
-        return rounds[3:6]
+        return products.rounds(
+            lambda observe: speculative_generate(target, proposer, ids, observer=lambda r: observe(r.row), **options)
+        )
 
-    for round in made(DraftModelProposer(draft), 3):
-        assert round[-layers:] == [(0, 4)] * layers and len(round) == 4 * layers
-        assert set(round[layers:-layers]) == {(1, 1)}  # the first forward may read two tokens
-        assert {place for place, _ in round[:layers]} == {1}
-    for round in made(MedusaProposer(heads, tree), tree.depth):
-        assert round[-layers:] == [(0, 1 + len(tree))] * layers
-        assert round[:-layers] == [(2, 1), (2, 1), (2, 2), (2, 2)]
+    for round in made(DraftModelProposer(draft), 3)[:3]:
+        assert round[-layers:] == products.block(4) and len(round) == 4 * layers
+        assert {product.model for product in round[:-layers]} == {1}
+        assert {product.rows for product in round[layers:-layers]} == {1}  # the first forward may read two tokens
+    for round in made(MedusaProposer(heads, tree), tree.depth)[:3]:
+        assert round[-layers:] == products.block(1 + len(tree))
+        assert [(product.model, product.rows) for product in round[:-layers]] == [(2, 1), (2, 1), (2, 2), (2, 2)]
 
 
 WORKER = """
