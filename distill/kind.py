@@ -35,9 +35,18 @@ class Draft(DrafterKind):
         from draftsmith.train.models import check_same_tokenizer, load_tokenizer, vocabulary_size
 
         path, code = str(spec.path), loading.trust_remote_code
-        tokenizer = loading.tokenizers[path] = load_tokenizer(path, field=spec.kind, trust_remote_code=code)
-        size = vocabulary_size(loading.path, trust_remote_code=code)
-        check_same_tokenizer(loading.tokenizer, tokenizer, loading.path, path, vocab_size=size)
+        tokenizer = loading.tokenizers[path] = load_tokenizer(path, field=self.field(spec), trust_remote_code=code)
+        if not self.renumbers(spec):
+            size = vocabulary_size(loading.path, trust_remote_code=code)
+            check_same_tokenizer(loading.tokenizer, tokenizer, loading.path, path, vocab_size=size)
+
+    def field(self, spec: DrafterSpec) -> str:
+        """Return the name of the drafter in error messages."""
+        return spec.kind
+
+    def renumbers(self, spec: DrafterSpec) -> bool:
+        """Return whether the drafter's tokenizer may have other ids than the target's."""
+        return False
 
     def model(self, spec: DrafterSpec, loading: Loading) -> "PreTrainedModel":
         """Load the model, once for each directory."""
@@ -46,8 +55,10 @@ class Draft(DrafterKind):
         path = str(spec.path)
         if path not in loading.models:
             dtype, code = loading.dtype, loading.trust_remote_code
-            loading.models[path] = load_draft(path, field=spec.kind, dtype=dtype, trust_remote_code=code)
-        check_head(loading.models[path].config, loading.tokenizers[path], spec.kind, loading.target.config)
+            loading.models[path] = load_draft(path, field=self.field(spec), dtype=dtype, trust_remote_code=code)
+        tokenizer = loading.tokenizers[path]
+        other = self.renumbers(spec) and tokenizer.get_vocab() != loading.tokenizer.get_vocab()
+        check_head(loading.models[path].config, tokenizer, self.field(spec), None if other else loading.target.config)
         return loading.models[path]
 
     def inspect(self, spec: DrafterSpec, target: "Side | None", trust_remote_code: bool) -> "Side":
@@ -57,7 +68,7 @@ class Draft(DrafterKind):
 
         path = str(spec.path)
         side = load_side(spec.name or spec.kind, path, trust_remote_code)
-        if target is not None:
+        if target is not None and not self.renumbers(spec):
             check_same_tokenizer(target.tokenizer, side.tokenizer, target.path, path, vocab_size=target.head)
         return side
 
@@ -136,6 +147,39 @@ class DraftModel(_OneByOne):
         sizes = sorted({max(1, round(layers / part)) for part in (8, 4)})
         cut = drafted_tokens(target, "init.draft_vocabulary")
         return {f"draft-{count}": {"init.layers": count} | cut for count in sizes}
+
+
+class RenumberedDraft(_OneByOne):
+    """A draft whose tokenizer may be the target's under other ids."""
+
+    name, title = "renumbered", "renumbered draft"
+
+    def field(self, spec: DrafterSpec) -> str:
+        """Return the name of a draft model."""
+        return DraftModel.name
+
+    def renumbers(self, spec: DrafterSpec) -> bool:
+        """Return True."""
+        return True
+
+    def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
+        """Load the model and compare tokenizers."""
+        from draftsmith.decode import DraftModelProposer
+        from draftsmith.decode.proposers.renumbered import matching_ids, renumber_draft, stand_in
+
+        own, target = loading.tokenizers[str(spec.path)], loading.tokenizer
+        if own.get_vocab() == target.get_vocab():
+            return super().load(spec, loading)
+        ids = matching_ids(own, target)
+        if ids is None:
+            shared = len(own.get_vocab().keys() & target.get_vocab().keys())
+            raise InputError(
+                f"draft {spec.path}: expected the target's tokens and merges, under any ids, found {shared} of its "
+                f"{len(target)} tokens; distil a draft that has the target's tokenizer"
+            )
+        model = self.model(spec, loading)
+        view = renumber_draft(model, ids, stand_in(own))
+        return self.drafter(spec, DraftModelProposer(view, spec.tree), model=model)
 
 
 class RunAheadDraft(_OneByOne):

@@ -22,6 +22,7 @@ from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
+from draftsmith.distill.kind import DraftModel, RenumberedDraft
 from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
 from draftsmith.scripts.pair import load_pair
@@ -197,7 +198,8 @@ def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
     if config.rule == "cascade" and specs and not kind_named(specs[0].kind).has_confidence:
         expected = " or ".join(kind.name for kind in KINDS if kind.has_confidence)
         raise InputError(f"rule: expected a drafter with a confidence ({expected}) for cascade, found {specs[0].kind}")
-    return specs
+    # A draft model may have other ids here: nothing is compared with replay, which needs one tokenizer.
+    return [replace(spec, kind=RenumberedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.kind import DraftModel, RunAheadDraft
+from draftsmith.distill.kind import DraftModel, RenumberedDraft, RunAheadDraft
 from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa.block.kind import Block
 from draftsmith.medusa.eagle.kind import Eagle
@@ -22,7 +22,7 @@ from draftsmith.train.kinds.kind import DrafterKind, Recipe
 from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Suffix, Unigram
 
 KINDS: list[DrafterKind] = [
-    ParallelDraft(), Medusa(), Eagle(), Block(), Mtp(), DraftModel(), RunAheadDraft(),
+    ParallelDraft(), Medusa(), Eagle(), Block(), Mtp(), DraftModel(), RenumberedDraft(), RunAheadDraft(),
     PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parse_drafter(text)),
 ]  # fmt: skip
 """All kinds. The first one that recognises a directory has it: draft models, which are any model, come last."""

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bpe import train_bpe
-from conftest import TEXTS, tiny_llama
+from conftest import tiny_llama
 from families import tiny_model
 from gemma import gemma_tokenizer, save_gemma
 from listening import LOADING, listened
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from unit.decode.proposers.test_renumbered import permuted
 from unit.train.data.chat.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 
 from draftsmith.decode import DraftModelProposer, clock
@@ -122,8 +122,7 @@ def without(name: str):
 @pytest.mark.parametrize(
     ("damage", "name", "symbol", "words"),
     [
-        (lambda path, tokenizer: train_bpe([*TEXTS, "你好" * 9], 300).save_pretrained(path), "draft", "✗",
-         "tokens that differ"),
+        (lambda path, tokenizer: permuted(tokenizer)[0].save_pretrained(path), "draft", "✗", "tokens that differ"),
         (lambda path, tokenizer: rebuild(path, vocab_size=320), "vocabulary", "!", "resize_token_embeddings(320)"),
         (lambda path, tokenizer: rebuild(path, vocab_size=256), "vocabulary", "✗", "at least 300"),
         (lambda path, tokenizer: rewrite(path, max_position_embeddings=128), "positions", "!", "within 128 tokens"),

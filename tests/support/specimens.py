@@ -30,6 +30,7 @@ from draftsmith.decode import (
     Tree,
     early_exit,
 )
+from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.mtp.heads import MtpHeads
@@ -124,6 +125,12 @@ def parallel(target: PreTrainedModel, names: int | None = None) -> PreTrainedMod
     return as_parallel(near(target, names), target.config.vocab_size - 2, LENGTH)
 
 
+def permuted(target: PreTrainedModel) -> PreTrainedModel:
+    """Return a draft whose tokens have other numbers, made to fit: one of them is no token of the draft's."""
+    size = target.config.vocab_size
+    return renumber_draft(near(target), {i: (i + 3) % size for i in range(size) if i != 5}, 5)
+
+
 def save_heads(make: Callable[[PreTrainedModel], Any]) -> Callable[..., None]:
     return lambda target, tokenizer, directory: make(target).save_pretrained(directory)
 
@@ -142,6 +149,7 @@ SPECIMENS: dict[str, Specimen] = {
         save_causal(near),
         training=lambda pipeline: [f"--draft={pipeline / 'draft'}"],
     ),
+    "renumbered": Specimen({"renumbered": lambda target: DraftModelProposer(permuted(target))}, save_causal(near)),
     "run_ahead": Specimen({"chain": lambda target: RunAheadProposer(near(target))}, save_causal(near), batched=False),
     "parallel_draft": Specimen(
         {

@@ -18,6 +18,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.proposers.base import stack_tokens
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.parallel.layout import MASK_TOKEN
 from draftsmith.distill.parallel.proposer import ParallelDraftProposer
@@ -127,6 +128,9 @@ def in_turns(last) -> HybridProposer:
 
 
 OTHERS = {
+    "renumbered": lambda target: DraftModelProposer(
+        renumber_draft(learned(), {i: (i + 3) % VOCAB for i in range(VOCAB) if i != 5}, 5)
+    ),
     "MTP": lambda target: MtpProposer(heads(MtpHeads, target)),
     "MTP, three layers": lambda target: MtpProposer(heads(MtpHeads, target, layers=3)),
     "copies, learned": lambda target: in_turns(PROPOSERS["learned"](target)),

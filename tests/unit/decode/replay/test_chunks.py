@@ -7,6 +7,7 @@ from families import FAMILIES, MIXTURES, STATEFUL, UNFIT, tiny_model
 from specimens import proposer, shapes
 
 from draftsmith.decode import autoregressive_generate, replay_acceptance
+from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.decode.replay import texts
 from draftsmith.decode.replay.texts import WrittenText, chunks, keep_last, teacher_forced
 
@@ -51,6 +52,14 @@ def test_logits_of_a_chunk_are_the_models_own(name):
         torch.testing.assert_close(logits(first, end), whole[2 + first : 2 + end], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(of_shorter(1, 4), whole[4:7], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model(input_ids=ids[None, :-1], use_cache=False).logits[0], whole)
+
+
+@torch.inference_mode()
+def test_a_view_over_other_ids_writes_them_in_chunks_too():
+    ids = {i: (i + 3) % VOCAB for i in range(VOCAB) if i != 5}
+    view, text = renumber_draft(tiny_llama(0), ids, 5), torch.randint(VOCAB, (12,))
+    (logits,) = teacher_forced(view, [WrittenText(text, 2, 10)])
+    torch.testing.assert_close(logits(3, 9), view(input_ids=text[None, :-1]).logits[0, 4:10])
 
 
 @pytest.fixture(scope="module")
