@@ -235,6 +235,8 @@ class DraftingHeads(PreTrainedModel):
     """The field of their config that holds the target's hidden size."""
     tokens: ClassVar[str]
     """The tensor that lists the tokens that they may draft."""
+    begins_with: ClassVar[str]
+    """The target's states that unrolled rounds begin with: a field of `TargetStates`."""
 
     if TYPE_CHECKING:
 

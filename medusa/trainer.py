@@ -1,5 +1,6 @@
-"""The trainer of heads that draft chains: the loss of each guess, and replay in evaluations.
+"""The trainer of heads that draft chains: where each guess is learned, its loss, and replay in evaluations.
 
+Heads guess K tokens from each position. Guess i is learned where all of the tokens guessed before it are known.
 Shape suffixes: B rows, T positions, N chosen positions, K guesses or features of a position, H hidden, V vocabulary.
 """
 
@@ -7,30 +8,105 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.medusa.chains import ChainPositions, HeadPositions, chain_metrics
 from draftsmith.medusa.config import HeadsConfig
 from draftsmith.medusa.target_states import TargetStates, run_for_states
 from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.data.first_look import Text, best_scale, choose_once
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.teacher.feature_reader import cached_states
-from draftsmith.train.trainer import RecipeTrainer
+from draftsmith.train.trainer import RecipeTrainer, texts
 
 FeaturesOf = Callable[[Tensor, OutputHead], Tensor]
 """A function from the states that a language-model head sees, (N, H), and that head to features, (N, K)."""
+PER_GUESS = ("count", "overlap", "right")
+
+
+class HeadPositions(Protocol):
+    """The guesses of a batch that the loss is computed on: labels, (N,), and for each head weights, (N,) float32."""
+
+    labels: Tensor
+    weights: list[Tensor]
+
+    def teacher(self, hidden: Tensor) -> Tensor:
+        """Return the inputs of the teacher's head, (N, H), from hidden states, (B, T, H)."""
+
+
+class ChainPositions:
+    """The positions c of a batch where heads learn: the teacher predicts token c + 1, as does head i from c − 1 − i.
+
+    All positions are head 0's. Head i learns where the tokens c − i … c + 1 all belong to one completion, because heads
+    draft after a token that the target has just written, which is c − i. So all heads share one p.
+    """
+
+    def __init__(self, inputs: dict[str, Any], count: int):
+        # A text's first token has no label, so no window reaches into the next text of a packed row.
+        # `positions[i]` lists the positions whose next i + 1 tokens are all to predict.
+        windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
+        self.ids_N: Tensor = inputs["input_ids"].flatten()
+        """The whole batch, flattened."""
+        self.flat = windows[0] + 1
+        """c in the flattened batch, (N,)."""
+        self.labels = self.ids_N[self.flat + 1]
+        self.weights = [torch.zeros(len(self.flat), device=self.flat.device) for _ in windows]
+        """For each head 1 where it learns and 0 elsewhere, (N,) float32."""
+        for index, (starts, weights_N) in enumerate(zip(windows, self.weights, strict=True)):
+            weights_N[torch.searchsorted(self.flat, starts + index + 1)] = 1.0
+
+    def head_inputs(self, index: int, hidden: Tensor, heads: PreTrainedModel) -> Tensor:
+        """Return a head's inputs, (N, H), from hidden states (B, T, H); undefined where the head does not learn."""
+        return hidden.flatten(0, 1).index_select(0, (self.flat - 1 - index).clamp(min=0)).to(heads.dtype)
+
+    def teacher(self, hidden: Tensor) -> Tensor:
+        """Return the inputs of the teacher's head, (N, H)."""
+        return hidden.flatten(0, 1).index_select(0, self.flat)
+
+    def embeddings(self, index: int, embed: nn.Module, heads: PreTrainedModel) -> Tensor | None:
+        """Return the embeddings of the index + 1 tokens up to c, (N, index + 1, H), for Hydra heads; else None."""
+        if not heads.config.hydra:
+            return None
+        positions = torch.stack([(self.flat - index + j).clamp(min=0) for j in range(index + 1)], dim=1)
+        with torch.no_grad():
+            tokens = self.ids_N[positions]
+            return embed(tokens.to(next(embed.parameters()).device)).to(tokens.device, heads.dtype)
+
+    def table(self, index: int, features_NK: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return a head's features and, last, weights by their rounds, (B, T, K + 1); zeros where it does not learn."""
+        table = features_NK.new_zeros(*shape, features_NK.shape[1] + 1, dtype=torch.float32)
+        learns = self.weights[index].bool()[:, None]
+        ones = features_NK.new_ones(len(features_NK), 1)
+        values = torch.cat([features_NK, ones], dim=1).float().where(learns, 0.0)
+        # The round whose first draft is token s = c + 1 − i sees the state of token s − 2; its entries are at s − 1.
+        table.flatten(0, 1).index_add_(0, (self.flat - index).clamp(min=0), values)
+        return table
+
+
+def chain_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Turn gathered sums, (samples, 3 + 3K), into ratios over tokens; `loss` is the heads' objective."""
+    sums = np.asarray(prediction.predictions, dtype=np.float64).sum(0)
+    tokens, rounds, loss = sums[:3]
+    heads = sums[3:].reshape(-1, len(PER_GUESS))
+    metrics = {"mean_acceptance_length": float(tokens / rounds), "loss": float(loss / tokens)}
+    for index, (count, overlap, right) in enumerate(heads, 1):
+        metrics[f"accuracy_{index}"] = float(right / max(count, 1))
+        metrics[f"alpha_{index}"] = float(overlap / max(count, 1))
+    metrics["alpha"] = metrics["alpha_1"]
+    return metrics
 
 
 class HeadsTrainer(RecipeTrainer, ABC):
@@ -212,13 +288,6 @@ class FeatureTrainer(HeadsTrainer):
     def loss_maps(heads: Any) -> list[nn.Module]:
         """Return the maps whose weights the loss reads inside of their forwards."""
 
-    states_of_steps: ClassVar[Callable[..., list[Tensor]]]
-    """(heads, target states, position ids, indices of the flat batch, K) → the head's input in each step, (N, H)."""
-
-    def with_head(self, function: Callable[[Sequence[Tensor], OutputHead], Tensor], states: list[Tensor]) -> Tensor:
-        """Return a function of all steps' states and the head that they share, called where the head is whole."""
-        return function(states, self.loss_head(self.frozen_head))
-
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
         target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
@@ -227,7 +296,7 @@ class FeatureTrainer(HeadsTrainer):
         def loss(states: Sequence[Tensor], head: OutputHead) -> Tensor:
             return self.chain_loss(indices, [(step, head) for step in states], teacher)
 
-        return model(inside=lambda: self.with_head(loss, self._steps(target_states, inputs, indices)))  # type: ignore[no-any-return]
+        return self.inside(model, target_states, inputs, indices, loss)
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each step, (B, 3 + 3K)."""
@@ -237,10 +306,26 @@ class FeatureTrainer(HeadsTrainer):
             p = LiveDistributions(indices.teacher(target_states.hidden), self.target_head)
             return self.chain_sums(indices, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
 
-        return model(inside=lambda: self.with_head(sums, self._steps(target_states, inputs, indices)))  # type: ignore[no-any-return]
+        return self.inside(model, target_states, inputs, indices, sums)
 
-    def _steps(self, target_states: TargetStates, inputs: dict[str, Any], indices: ChainPositions) -> list[Tensor]:
-        return self.states_of_steps(self.heads, target_states, inputs.get("position_ids"), indices.flat, self.count)
+    def inside(
+        self,
+        model: nn.Module,
+        target_states: TargetStates,
+        inputs: dict[str, Any],
+        indices: ChainPositions,
+        function: Callable[[Sequence[Tensor], OutputHead], Tensor],
+    ) -> Tensor:
+        """Return a function of all steps' states and the head that they share, called where their weights are whole."""
+        own: Any = next(iter(self.loss_maps(self.heads)), None)
+
+        def steps() -> Tensor:
+            states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), indices.flat, self.count)
+            if own is None:
+                return function(states, self.loss_head(self.frozen_head))
+            return own(*states, inside=lambda *states: function(states, self.loss_head(OutputHead(own.weight))))  # type: ignore[no-any-return]
+
+        return model(inside=steps)  # type: ignore[no-any-return]
 
     @property
     def ends(self) -> list[nn.Module]:
@@ -252,7 +337,9 @@ class FeatureTrainer(HeadsTrainer):
         if "teacher" in inputs:
             features = cached_states(inputs["teacher"])["features"]
             return TargetStates(self.target_hidden(inputs), self.embed(inputs["input_ids"]), features)
-        return run_for_states(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
+        with torch.no_grad(), self.clock.phase("teacher"):
+            states = run_for_states(self.target, self.heads.layer_ids, texts(inputs))
+            return TargetStates(*(part.to(self.args.device) for part in states))
 
     @cached_property
     def frozen_head(self) -> OutputHead:
@@ -261,3 +348,58 @@ class FeatureTrainer(HeadsTrainer):
         head = self.target_head if ids is None else self.target_head.of(ids.to(self.args.device))
         dtype = computing_dtype(next(self.heads.parameters()))
         return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
+
+
+def states_of_steps(
+    heads: Any, target_states: TargetStates, position_ids: Tensor | None, indices_N: Tensor, num_steps: int
+) -> list[Tensor]:
+    """Return each step's inputs of the head at positions c of the flat batch, (N, H); undefined if it learns nothing.
+
+    Step k guesses token c + 1, in the round that begins at c − 1 − k. In packed rows `position_ids`, (B, T), are the
+    positions; without them each row is one text.
+    """
+    length = target_states.hidden.shape[1]
+    positions = torch.arange(length, device=indices_N.device)[None] if position_ids is None else position_ids
+    positions = positions[:, :-1]  # the last position of a row has no next token
+    dtype = computing_dtype(next(heads.parameters()))  # with a long context the features are the largest tensor
+    begin = getattr(target_states, heads.begins_with)[:, :-1].to(dtype)
+    inputs = target_states.embeddings[:, 1:].to(dtype), begin, positions
+    steps = heads.unroll(*inputs, num_steps, None if position_ids is None else (positions == 0).cumsum(1))
+    # A batch of short rows may have no round of this length, and nothing to learn from it.
+    steps = [step if step.shape[1] else steps[0] for step in steps] + [steps[0]] * (num_steps - len(steps))
+    row_N, column_N = indices_N // length, indices_N % length
+    return [step[row_N, (column_N - 1 - k).clamp(min=0)] for k, step in enumerate(steps)]
+
+
+@torch.no_grad()
+def scale_of_steps(
+    heads: PreTrainedModel,
+    states_of: Callable[[Text], TargetStates],
+    texts: Sequence[Text],
+    steps: int,
+    head: Callable[[], OutputHead],
+    tokens: int,
+    sharded: bool,
+) -> float:
+    """Return the scale of the logits with the least loss of all K `steps` on some texts; a collective call.
+
+    The head may have more rows than the tokenizer has `tokens`.
+    """
+    token_map: Any = heads.token_map
+
+    def look() -> float:
+        states, labels = [], []
+        for text in texts:
+            target_states = states_of(text)
+            nn.Module.to(heads, target_states.hidden.device)  # on the CPU a large layer is slow
+            indices_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
+            indices_N = indices_N[indices_N > steps].to(heads.device)  # where each step has a round that reaches
+            states += states_of_steps(heads, target_states, None, indices_N, steps)
+            labels += [text.ids_T.to(heads.device)[indices_N + 1]] * steps
+        cut = None if token_map is None else CutVocabulary(token_map, heads.config.vocab_size)
+        return best_scale(states, torch.cat(labels), head().to(heads.device), cut, tokens)
+
+    home = heads.device
+    scale = choose_once(look, together=sharded)
+    nn.Module.to(heads, home)
+    return scale

@@ -29,9 +29,8 @@ from draftsmith.medusa.block.blocks import (
 from draftsmith.medusa.block.config import BlockTrainingConfig
 from draftsmith.medusa.block.heads.base import limited
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.target_states import TargetStates
-from draftsmith.medusa.trainer import FeaturesOf, FeatureTrainer
+from draftsmith.medusa.trainer import ChainPositions, FeaturesOf, FeatureTrainer
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.distributions import LiveDistributions, WholeLogits

@@ -1,21 +1,55 @@
-"""`accelerate launch -m draftsmith.medusa.eagle --config configs/eagle/tiny.yaml`."""
+"""`accelerate launch -m draftsmith.medusa.eagle --config configs/eagle/tiny.yaml`: the training-time test.
+
+EAGLE-3 heads on a frozen target (Li et al. 2025, section 3.2). The target's forward, or a cache, gives its features,
+embeddings and last hidden states. The K steps of all rounds follow, and each step's loss is computed on a chunk of
+positions at a time, so that steps × tokens × vocabulary is never held.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import choose_init, new_heads
-from draftsmith.medusa.eagle.trainer import EagleTrainer
-from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.memory import FeaturePlan
 from draftsmith.medusa.run import HeadsRun
-from draftsmith.medusa.target_states import scale_of_steps
+from draftsmith.medusa.trainer import FeatureTrainer, scale_of_steps
 from draftsmith.train.data.first_look import few_texts, print_once
+from draftsmith.train.job.flops import Work
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 
 CARD = Path(__file__).with_name("card.md.j2")
+
+
+class EagleTrainer(FeatureTrainer):
+    """The trainer that minimises Σ_k decay^k · objective of step k on completions, against the target or their text.
+
+    Evaluations number the steps from 1: their step k is step k − 1 of the paper.
+    """
+
+    cause_of_bad_new_heads = "the layer does not follow these features; try another init"
+
+    @staticmethod
+    def guesses(heads: EagleHeads, config: EagleTrainingConfig) -> int:
+        """Return K, the number of steps."""
+        return config.num_steps
+
+    @staticmethod
+    def loss_maps(heads: EagleHeads) -> list[nn.Module]:
+        """Return the language-model head."""
+        return [heads.lm_head]
+
+    def trained_work(self) -> Work | None:
+        """Return the arithmetic of K steps: a layer and a head in each, and one fusion of the features."""
+        heads, steps = self.heads, self.count
+        return Work(
+            Work.of_maps(*[heads.midlayer] * steps, heads.fc).head,
+            Work.of_maps(*[heads.lm_head] * steps).head,
+            2 * heads.midlayer.self_attn.q_proj.out_features * steps,
+        )
 
 
 class EagleRun(HeadsRun[EagleTrainingConfig]):
@@ -42,7 +76,7 @@ class EagleRun(HeadsRun[EagleTrainingConfig]):
             # The copy's inputs are not the layer's, and in later steps its own outputs: it is too confident.
             texts, steps, sharded = few_texts(self.data), config.num_steps, config.target_sharded
             head = lambda: heads.head  # noqa: E731
-            scale = scale_of_steps(heads, self.states_of, texts, steps, states_of_steps, head, self.tokens, sharded)
+            scale = scale_of_steps(heads, self.states_of, texts, steps, head, self.tokens, sharded)
             heads.norm.weight.data.mul_(scale)
 
     def finish(self, trainer: EagleTrainer, output: Path) -> None:

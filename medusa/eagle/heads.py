@@ -5,11 +5,18 @@ a state of token i, and guesses token i + 2. If the target has seen token i, the
 features; for a drafted token it is the layer's own output at the position before. No loss ties that output to features,
 so heads may be trained through many such steps (the training-time test).
 
+`unroll` takes the K steps of all rounds at once. A round that begins at position s knows the target's features of
+positions up to s. Its step 0 is the layer at position s, as in decoding. Its step k is the layer at position s + k, on
+the state of step k − 1 and the embedding of the text's next token. It attends to the keys that step 0 made at the
+positions up to s, and to those that steps 1 … k of the same round made, one each. A decoder whose drafts are all
+accepted computes the same, and so does training. Tensors of step k have an entry for each round, not for each position:
+entry s is the round that begins at s.
+
 Shape suffixes: B rows, T positions, S positions with keys, F features, H hidden, V the target's vocabulary, D the
 heads'.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +30,7 @@ from draftsmith.decode.cache.features import check_layers, decoder_layers, defau
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import FeatureHeads, LayersConfig, LMHead, Norm, check_named, layer_fields
-from draftsmith.medusa.round_attention import Attend, windowed_attention
+from draftsmith.medusa.round_attention import Attend, Rounds, same_text, windowed_attention
 from draftsmith.medusa.target_states import KeysValues
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
@@ -153,6 +160,7 @@ class EagleHeads(FeatureHeads):
     config_class = EagleConfig
     title, field, width, tokens = "EAGLE-3 heads", "eagle", "target_hidden_size", "d2t"
     depths = "eagle_aux_hidden_state_layer_ids"
+    begins_with = "features"
     main_input_name = "states"
     supports_gradient_checkpointing = True
     _no_split_modules = ["EagleLayer", "LMHead"]  # noqa: RUF012
@@ -281,3 +289,44 @@ class EagleHeads(FeatureHeads):
         raw, current = self.midlayer(embeddings, states, rotation, attend)
         hidden = self.norm(raw)
         return Step(hidden if self.config.norm_output else raw, hidden, current)
+
+    def unroll(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, num_steps: int, texts: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the head's inputs in steps 0 … K − 1 of the rounds that begin at every position, (B, T − k, H) each.
+
+        Entry s of step k is at position s + k: it has seen the text up to token s + k + 1 and guesses token s + k + 2.
+        It is meaningless if position s + k belongs to another text, or to padding.
+
+        Args:
+            embeddings: the target's embeddings of the next tokens, (B, T, H).
+            features: the target's features of the tokens at these positions, (B, T, F).
+            positions: the index of each position within its text, (B or 1, T) int64.
+            texts: in packed rows a number for each text, (B, T), such as (positions == 0).cumsum(1).
+        """
+        return list(self.rounds_of(embeddings, features, positions, texts)(0, embeddings.shape[1], num_steps))
+
+    def rounds_of(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, texts: Tensor | None = None
+    ) -> Callable[[int, int, int], Iterator[Tensor]]:
+        """Return (begin, end, K) → the head's inputs in the steps of the rounds that begin at these positions.
+
+        Later steps of the last rounds are left out. Arguments are those of `unroll`.
+        """
+        length, query_heads = embeddings.shape[1], self.config.num_attention_heads
+        rounds = Rounds(None if texts is None else same_text(texts), self.config.window_of(0))
+        whole = self.step(embeddings, self.fuse(features), positions, rounds.after([], query_heads))
+
+        def steps(begin: int, end: int, num_steps: int) -> Iterator[Tensor]:
+            states, seen = whole.states[:, begin:end], [whole.own]
+            yield whole.hidden[:, begin:end]
+            for k in range(1, num_steps):
+                last = max(begin, min(end, length - k))
+                attend = rounds.after(seen, query_heads, first=begin)
+                inputs = embeddings[:, begin + k : last + k], states[:, : last - begin]
+                step = self.step(*inputs, positions[:, begin + k : last + k], attend)
+                states = step.states
+                seen.append(step.own)
+                yield step.hidden
+
+        return steps

@@ -26,7 +26,6 @@ from draftsmith.decode.replay.texts import Distributions, WrittenText, fixed_pac
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
-from draftsmith.medusa.eagle.unrolled import logits_of_steps
 from draftsmith.medusa.on_features import FeatureProposer, StepFeeder, most_positions
 from draftsmith.medusa.round_attention import windowed_attention
 from draftsmith.medusa.target_states import KeysValues
@@ -110,8 +109,25 @@ class EagleProposer(FeatureProposer):
         return super().fits_programs(task) and task.draft_length <= self.most_steps
 
     def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
-        """Return the logits of K unrolled steps: see `draftsmith.medusa.eagle.unrolled`."""
-        return logits_of_steps(target, self.heads, text, depth)
+        """Return the logits by start and step, from one target forward and the K = `depth` steps of all rounds.
+
+        After a prompt of P tokens, the round from s ≥ 1 begins at position P + s − 2, the last one with features, and
+        sees the embedding of x_{s−1}. Its step j guesses x_{s+j} from the text's own tokens, because a draft only
+        counts if those before it were accepted.
+        """
+        if len(text) < 2:  # nothing is drafted
+            return lambda first, end: iter(())
+        heads, ids_1T, embed = self.heads, text.sequence[None].to(target.device), target.get_input_embeddings()
+        # The last position that guesses a token of the text is at its last token but two.
+        with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
+            decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
+        inputs = (part.to(heads.device, heads.dtype) for part in (embed(ids_1T[:, 1:-1]), features.pop()))
+        rounds = heads.rounds_of(*inputs, torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None])
+        begin = text.prompt_length - 2
+        # The later steps of all rounds at once would take K times the memory of the text's states.
+        return lambda first, end: (
+            heads.widened(heads.head(hidden[0])) for hidden in rounds(begin + first, begin + end, depth)
+        )
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first step's distribution of each token, in a round that begins with that token.

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.base import LMHead
-from draftsmith.medusa.chains import ChainPositions
 from draftsmith.medusa.heads.backbone import Joint
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
+from draftsmith.medusa.trainer import ChainPositions, FeaturesOf, HeadsTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_objective

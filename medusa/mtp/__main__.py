@@ -1,9 +1,16 @@
-"""`accelerate launch -m draftsmith.medusa.mtp --config configs/mtp/tiny.yaml`."""
+"""`accelerate launch -m draftsmith.medusa.mtp --config configs/mtp/tiny.yaml`: MTP layers on a frozen target.
+
+They share the target's head. The K steps of all rounds run on the target's last hidden states, and each step's loss is
+computed on a chunk of positions at a time, so that steps × tokens × vocabulary is never held. The loss of step k has
+the weight decay^k (DeepSeek-AI 2024, equation 25, with the target's distributions in place of its text; FastMTP for one
+layer).
+"""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.progress import phase
@@ -11,16 +18,43 @@ from draftsmith.medusa.memory import FeaturePlan
 from draftsmith.medusa.mtp.config import MtpTrainingConfig
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.mtp.native import make_layers
-from draftsmith.medusa.mtp.trainer import MtpTrainer, states_of_steps
 from draftsmith.medusa.run import HeadsRun
-from draftsmith.medusa.target_states import scale_of_steps
+from draftsmith.medusa.trainer import FeatureTrainer, scale_of_steps
 from draftsmith.train.data.first_look import few_texts, print_once
 from draftsmith.train.files import identity
+from draftsmith.train.job.flops import Work
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch
 from draftsmith.train.losses.output_head import head_of
 
 CARD = Path(__file__).with_name("card.md.j2")
+
+
+class MtpTrainer(FeatureTrainer):
+    """The trainer that minimises Σ_k decay^k · objective of step k on completions, against the target or their text."""
+
+    cause_of_bad_new_heads = "the layers do not follow the target's states; try a lower training.learning_rate"
+
+    @staticmethod
+    def guesses(heads: MtpHeads, config: MtpTrainingConfig) -> int:
+        """Return K, the number of steps."""
+        return config.steps_of(len(heads.layers))
+
+    @staticmethod
+    def loss_maps(heads: MtpHeads) -> list[nn.Module]:
+        """Return none: the head is the target's."""
+        return []
+
+    def trained_work(self) -> Work | None:
+        """Return the arithmetic of K steps, a layer and the target's head in each; None if a layer's is not known."""
+        heads, steps = self.heads, self.count
+        parts: Any = heads.layers
+        layers = list(parts) if len(parts) > 1 else [*parts] * steps
+        queries = getattr(getattr(parts[0].mtp_block, "self_attn", None), "q_proj", None)
+        if not isinstance(queries, nn.Linear) or any(parameter.ndim == 3 for parameter in heads.parameters()):
+            return None
+        decoder, logits = Work.of_maps(*layers).head, heads.config.hidden_size * heads.config.vocab_size * steps
+        return Work(decoder, logits, 2 * queries.out_features * steps, decoder / (decoder + logits))
 
 
 class MtpRun(HeadsRun[MtpTrainingConfig]):
@@ -60,8 +94,8 @@ class MtpRun(HeadsRun[MtpTrainingConfig]):
             print_once(f"init: the target's own MTP layers, from {config.target}")
             return
         steps, texts = config.steps_of(len(heads.layers)), few_texts(self.data)
-        step_scale = partial(scale_of_steps, heads, self.states_of, texts, steps, states_of_steps)
-        factor = step_scale(lambda: head_of(self.target), self.tokens, config.target_sharded)
+        head, sharded = lambda: head_of(self.target), config.target_sharded
+        factor = scale_of_steps(heads, self.states_of, texts, steps, head, self.tokens, sharded)
         heads.scale(factor)
         print_once(f"init: new MTP layers begun as the target's last layer, logits × {factor:g}")
 

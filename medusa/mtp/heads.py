@@ -42,6 +42,7 @@ class MtpHeads(DraftingHeads):
 
     title, field, width = "MTP layers", "mtp", "hidden_size"
     token_map = None
+    begins_with = "hidden"
     main_input_name = "states"
     _no_split_modules = ["MtpLayer"]  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True

@@ -10,10 +10,9 @@ from training_steps import assert_same, batch_of, some_samples
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle import __main__ as command
+from draftsmith.medusa.eagle.__main__ import EagleTrainer
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.trainer import EagleTrainer
-from draftsmith.medusa.eagle.unrolled import unroll
 from draftsmith.train import launch
 from draftsmith.train.losses.positions import IGNORED
 
@@ -36,8 +35,8 @@ def rounds_of(trainer: EagleTrainer, sample: dict) -> tuple[Tensor, list[Tensor]
         embeddings = target.get_input_embeddings()(ids[:, 1:])
     count = ids.shape[1] - 1
     positions = torch.arange(count)[None]
-    steps = unroll(heads, embeddings, features[0][:, :-1], positions, min(trainer.count, count))
-    return p_logits, [heads.head(step.hidden[0]).double() for step in steps]
+    steps = heads.unroll(embeddings, features[0][:, :-1], positions, min(trainer.count, count))
+    return p_logits, [heads.head(step[0]).double() for step in steps]
 
 
 def learned_columns(trainer: EagleTrainer, sample: dict) -> list[int]:

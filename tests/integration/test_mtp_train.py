@@ -19,9 +19,9 @@ from transformers.cache_utils import MtpCache
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.mtp import __main__ as command
+from draftsmith.medusa.mtp.__main__ import MtpTrainer
 from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.medusa.mtp.stitching import stitch
-from draftsmith.medusa.mtp.trainer import MtpTrainer
 from draftsmith.scripts.cli import main
 from draftsmith.train import launch
 from draftsmith.train.checkpoint import is_mtp

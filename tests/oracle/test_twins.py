@@ -24,7 +24,6 @@ from draftsmith.medusa.eagle.__main__ import train_heads
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.formats.importing import our_name
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import unroll
 from draftsmith.scripts import cli
 from draftsmith.train import launch
 from draftsmith.train.data.examples import training_examples
@@ -126,10 +125,10 @@ def logits_of(twin: Twin, drafter: Any, target: Any, found: dict[str, Tensor]) -
     embed, positions = target.get_input_embeddings(), torch.arange(ids.shape[1])[None]
     if not twin.is_block:
         inputs = embed(ids[:, 1:]), features[0][:, :-1], positions[:, :-1]
-        for k, step in enumerate(unroll(drafter, *inputs, twin.training["num_steps"])):
+        for k, step in enumerate(drafter.unroll(*inputs, twin.training["num_steps"])):
             # Step k of the last k rounds has no token to see. The library's window begins at step 0's for all steps.
-            rounds = twin.window - k if twin.narrow and k else step.hidden.shape[1]
-            yield drafter.head(step.hidden)[0, :rounds], found[f"{twin.logits}.{k}"][:rounds]
+            rounds = twin.window - k if twin.narrow and k else step.shape[1]
+            yield drafter.head(step)[0, :rounds], found[f"{twin.logits}.{k}"][:rounds]
         return
     anchors, config = found["anchors"][None], drafter.config
     context = drafter.context(drafter.fuse(features[0]), positions)

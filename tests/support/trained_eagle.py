@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import unroll
 
 
 def train_eagle(
@@ -32,8 +31,8 @@ def train_eagle(
         optimizer.zero_grad()
         for embeddings_BTH, features_BTF, labels_BT in examples:
             positions = torch.arange(labels_BT.shape[1])[None].expand_as(labels_BT)
-            for k, step in enumerate(unroll(heads, embeddings_BTH, features_BTF, positions, depth)):
-                log_q = heads.widened(heads.head(step.hidden)).log_softmax(-1).gather(-1, labels_BT[:, k:, None])
+            for k, step in enumerate(heads.unroll(embeddings_BTH, features_BTF, positions, depth)):
+                log_q = heads.widened(heads.head(step)).log_softmax(-1).gather(-1, labels_BT[:, k:, None])
                 # What a truncated vocabulary lacks cannot be learnt.
                 share = len(labels_BT) / len(texts)
                 (-log_q[log_q.isfinite()].mean() * share).backward(retain_graph=k + 1 < depth)

@@ -10,8 +10,8 @@ from draftsmith.decode import Tree
 from draftsmith.decode.cache.kernels import ALIGNED, CudaKernels, additive_mask, cuda_kernel, fused_attention
 from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.target_states import TargetStates
+from draftsmith.medusa.trainer import states_of_steps
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 VOCAB = 23

@@ -7,7 +7,6 @@ from conftest import tiny_llama
 from draftsmith.decode.cache.features import collect_features
 from draftsmith.medusa import round_attention
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import UnrolledRounds, unroll
 from draftsmith.medusa.target_states import KeysValues
 
 VOCAB, STEPS = 31, 4
@@ -58,11 +57,11 @@ def of_one_round(heads: EagleHeads, embeddings: torch.Tensor, features: torch.Te
 def test_each_round_is_what_a_decoder_computes(target, options):
     heads = heads_of(target, **options)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (2, 10)))
-    steps = unroll(heads, embeddings, features, torch.arange(9).expand(2, 9), STEPS)
-    assert [step.hidden.shape[1] for step in steps] == [9, 8, 7, 6]
+    steps = heads.unroll(embeddings, features, torch.arange(9).expand(2, 9), STEPS)
+    assert [step.shape[1] for step in steps] == [9, 8, 7, 6]
     for start in range(9):
         for k, expected in enumerate(of_one_round(heads, embeddings, features, start)):
-            torch.testing.assert_close(steps[k].hidden[:, start], expected, **CLOSE)
+            torch.testing.assert_close(steps[k][:, start], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -79,8 +78,8 @@ def test_gradients_are_those_of_the_rounds_one_by_one(target, options, checkpoin
     one_by_one = gradients([of_one_round(heads, embeddings, features, start) for start in range(6)])
     if checkpointing:  # each step is computed again in the backward, when there are later ones
         heads.train().activation_checkpointing_enable({"use_reentrant": False})
-    steps = unroll(heads, embeddings, features, torch.arange(6)[None], STEPS)
-    at_once = [[step.hidden[:, s] for step in steps if s < step.hidden.shape[1]] for s in range(6)]
+    steps = heads.unroll(embeddings, features, torch.arange(6)[None], STEPS)
+    at_once = [[step[:, s] for step in steps if s < step.shape[1]] for s in range(6)]
     # Sums of float32 norms' gradients, over all rounds.
     torch.testing.assert_close(gradients(at_once), one_by_one, atol=1e-4, rtol=1e-4)
 
@@ -92,13 +91,13 @@ def test_a_window_is_none_in_shorter_texts(target):
     embeddings, features = seen_of(target, plain, torch.randint(VOCAB, (1, 13)))
     for length in (6, 12):
         given = [part[:, :length] for part in (embeddings, features)]
-        whole, narrow = (unroll(heads, *given, torch.arange(length)[None], STEPS) for heads in (plain, windowed))
-        equal = [torch.equal(a.hidden, b.hidden) for a, b in zip(whole, narrow, strict=True)]
+        whole, narrow = (heads.unroll(*given, torch.arange(length)[None], STEPS) for heads in (plain, windowed))
+        equal = [torch.equal(a, b) for a, b in zip(whole, narrow, strict=True)]
         assert equal == [length == 6] * STEPS
         order = torch.arange(length)
         mask = (order[:, None] >= order) & (order[:, None] - order < 9)
         step = plain(embeddings[:, :length], plain.fuse(features[:, :length]), order[None], None, mask[None, None])
-        torch.testing.assert_close(narrow[0].hidden, step.hidden, **CLOSE)
+        torch.testing.assert_close(narrow[0], step.hidden, **CLOSE)
 
 
 @torch.no_grad()
@@ -121,11 +120,11 @@ def test_some_rounds_are_as_all_of_them(target, window):
     heads = heads_of(target, sliding_window=window)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 12)))
     given = embeddings, features, torch.arange(11)[None]
-    whole, rounds = unroll(heads, *given, STEPS), UnrolledRounds(heads, *given)
+    whole, rounds = heads.unroll(*given, STEPS), heads.rounds_of(*given)
     for begin, end in ((0, 4), (4, 9), (9, 11)):
-        for k, step in enumerate(rounds.steps(begin, end, STEPS)):
+        for k, step in enumerate(rounds(begin, end, STEPS)):
             last = max(begin, min(end, 11 - k))
-            torch.testing.assert_close(step.hidden[:, : last - begin], whole[k].hidden[:, begin:last], **CLOSE)
+            torch.testing.assert_close(step[:, : last - begin], whole[k][:, begin:last], **CLOSE)
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 3}])
@@ -137,13 +136,13 @@ def test_packed_and_padded_texts_are_what_they_are_alone(target, options):
     packed = [torch.cat([torch.cat([each, each[:, :1]], 1) for each in part], 1) for part in zip(*alone, strict=True)]
     positions = torch.cat([torch.arange(5), torch.arange(7), torch.zeros(2, dtype=torch.long)])[None]
     padded = [torch.nn.functional.pad(each, (0, 0, 0, 2)) for each in packed]
-    steps = unroll(heads, *padded, positions, STEPS, (positions == 0).cumsum(1))
+    steps = heads.unroll(*padded, positions, STEPS, (positions == 0).cumsum(1))
     for (embeddings, features), begin in zip(alone, (0, 5), strict=True):
         length = embeddings.shape[1]
-        expected = unroll(heads, embeddings, features, torch.arange(length)[None], STEPS)
+        expected = heads.unroll(embeddings, features, torch.arange(length)[None], STEPS)
         for k in range(STEPS):
-            torch.testing.assert_close(steps[k].hidden[:, begin : begin + length - k], expected[k].hidden, **CLOSE)
-    assert all(step.hidden.isfinite().all() for step in steps)
+            torch.testing.assert_close(steps[k][:, begin : begin + length - k], expected[k], **CLOSE)
+    assert all(step.isfinite().all() for step in steps)
 
 
 @torch.no_grad()
@@ -151,18 +150,16 @@ def test_packed_and_padded_texts_are_what_they_are_alone(target, options):
 def test_half_precision_rounds_and_no_more(target, autocast):
     heads = heads_of(target)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 40)))
-    expected = unroll(heads, embeddings, features, torch.arange(39)[None], STEPS)
+    expected = heads.unroll(embeddings, features, torch.arange(39)[None], STEPS)
     half = heads.float() if autocast else heads.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = unroll(half, embeddings.to(half.dtype), features.to(half.dtype), torch.arange(39)[None], STEPS)
-    errors = [
-        float((f.hidden.double() - e.hidden).norm() / e.hidden.norm()) for f, e in zip(found, expected, strict=True)
-    ]
+        found = half.unroll(embeddings.to(half.dtype), features.to(half.dtype), torch.arange(39)[None], STEPS)
+    errors = [float((f.double() - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
     assert errors[-1] < 3 * errors[0] < 0.1  # states pass on what the steps before them rounded
 
 
 def test_a_text_shorter_than_the_steps(target):
     heads = heads_of(target)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 3)))
-    steps = unroll(heads, embeddings, features, torch.arange(2)[None], STEPS)
-    assert [step.hidden.shape[1] for step in steps] == [2, 1, 0, 0]
+    steps = heads.unroll(embeddings, features, torch.arange(2)[None], STEPS)
+    assert [step.shape[1] for step in steps] == [2, 1, 0, 0]

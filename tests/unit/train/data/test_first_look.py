@@ -9,10 +9,10 @@ from pipelines import training_data
 
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
-from draftsmith.medusa.eagle.unrolled import states_of_steps
 from draftsmith.medusa.heads.__main__ import scale_logits
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.target_states import scale_of_steps, states_from_forward
+from draftsmith.medusa.target_states import states_from_forward
+from draftsmith.medusa.trainer import scale_of_steps
 from draftsmith.train.data import first_look
 from draftsmith.train.data.first_look import SCALES, Text, few_texts, losses_of_scales, stack_guesses
 from draftsmith.train.losses.output_head import OutputHead
@@ -89,5 +89,5 @@ def test_a_loud_last_layer_is_quietened_as_all_steps_need(tokenizer):
         Text(row, row) for row in torch.randint(len(tokenizer), (3, 20), generator=torch.Generator().manual_seed(0))
     ]
     look = partial(states_from_forward, target, heads.layer_ids)
-    scale = scale_of_steps(heads, look, texts, 3, states_of_steps, lambda: heads.head, len(tokenizer), sharded=False)
+    scale = scale_of_steps(heads, look, texts, 3, lambda: heads.head, len(tokenizer), sharded=False)
     assert scale in SCALES[1:]
