@@ -47,7 +47,7 @@ REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 FILE_ONLY = frozenset({
     "min_p", "repetition_penalty", "no_repeat_ngram_size", "invalid_prompts", "max_prompt_tokens",
     "any_target", "source_weights", "unfinished", "lossless_tokens",
-    "alpha", "beta", "eta", "decay", "on_policy_tokens", "patience",
+    "alpha", "beta", "eta", "decay", "on_policy_tokens", "patience", "stop_after",
     "attn_implementation", "loss_chunk", "save_dtype",
     "parallel_retention", "parallel_minimum", "parallel_decay", "parallel_mask_token",
     "head_learning_rate_multiplier", "warmup_heads",

@@ -156,8 +156,7 @@ class TrainingRun(ABC, Generic[Config]):
     @cached_property
     def begins(self) -> bool:
         """Whether there is no checkpoint to resume from, so that initial weights matter; a collective call."""
-        config = self.config
-        return not config.resume or newest_checkpoint(str(config.training.output_dir)) is None
+        return newest_checkpoint(str(self.config.training.output_dir)) is None
 
     def read_small_files(self) -> None:
         """Read and check small files first, before completions and weights take their time."""
@@ -206,7 +205,7 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     output = Path(str(args.output_dir))
     with phase("looking for a checkpoint"):
         require_shared(args, trainer.accelerator)
-        newest = newest_checkpoint(str(output)) if config.resume else None
+        newest = newest_checkpoint(str(output))
         if newest is not None:
             trainer.job.require_resumable(newest)
         checkpoint = None if newest is None else str(newest)
@@ -256,7 +255,7 @@ def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | 
     output = Path(str(trainer.args.output_dir))
 
     def found() -> TrainerState | None:
-        recorded = recorded_config(output) if trainer.recipe.resume else None
+        recorded = recorded_config(output)
         progress = None if recorded is None else StepsTaken.of(output)
         if progress is None or trainer.planned_steps() > progress.max_steps:
             return None

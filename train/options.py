@@ -179,7 +179,7 @@ def checked_url(url: str, name: str, example: str = "http://127.0.0.1:8000") -> 
     from httpx2 import URL, InvalidURL
 
     if any(sign in url for sign in "@?#"):
-        remedy = "an API key goes into an environment variable, which a field that ends in key_env names"
+        remedy = "an API key goes into an environment variable: VLLM_API_KEY, or a key_env"
         raise InputError(f"{name}: expected a URL without user name, password or query, found one with; {remedy}")
     try:
         parts = urlsplit(url)

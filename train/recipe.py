@@ -107,8 +107,6 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     optimizer: str = "auto"
     """"trainer": `training.optim`; "muon": Muon on the matrices and AdamW on the rest, which learns faster in short
     runs, for unsharded training (one process or DDP, no FSDP or ZeRO); "auto": the best for the kind of drafter."""
-    resume: bool = True
-    """Continue from the last checkpoint in `output_dir` if there is one."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 

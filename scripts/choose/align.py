@@ -80,7 +80,7 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
     for number, command in enumerate(choice.commands, 1):
         if command[0] != "measure":
             left = max(1, round(config.seconds - spent - stages.spent))
-            stop = [f"--stop_after={left}s"] if command[0] in recipes() else []
+            stop = flags_of({"stop_after": f"{left}s"}) if command[0] in recipes() else []
             stages.run(f"winner-{number}-{command[0]}", [*command, *stop])
     standing = next(standing for standing in choice.standings if standing.name == choice.winner)
     lengths = {outlook.way.draft_length for outlook in standing.outlooks}

@@ -139,7 +139,7 @@ def test_the_winner_of_a_choice_is_trained_measured_and_exported(
     drafter = str(folder / "winner") if winner == "carved" else "suffix"
     assert f"--drafter={winner}={drafter}" in measured and "--draft_length=3" in measured
     if winner == "carved":  # an hour less what choosing took
-        assert ran[0] == ["distill", "--config", "winner.yaml", "--stop_after=3000s"]
+        assert ran[0] == ["distill", "--config", "winner.yaml", '--config={"stop_after": "3000s"}']
         assert (tmp_path / "all/launch.txt").read_text().splitlines()[-1] == "vllm serve it"
 
 

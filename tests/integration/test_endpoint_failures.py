@@ -10,6 +10,7 @@ from fake_server import COUNT, refusal, rows, vllm
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.generate import prepare
 from draftsmith.train.endpoint import http, retries
+from draftsmith.train.endpoint.client import KEY
 from draftsmith.train.endpoint.retries import Window
 
 pytest_plugins = ["server_fixtures"]
@@ -221,23 +222,22 @@ def test_a_server_that_changes_the_prompt_is_refused(remote, server):
 def test_the_key_is_read_from_the_environment_and_written_nowhere(remote, server, monkeypatch, caplog, waits):
     caplog.set_level("DEBUG")
     secret = "sk-0123456789"
-    monkeypatch.setenv("TINY_KEY", secret)
-    prepare(remote(endpoint_key_env="TINY_KEY"))
+    monkeypatch.setenv(KEY, secret)
+    prepare(remote())
     assert {headers["Authorization"] for _, headers, _ in server.requests} == {f"Bearer {secret}"}
     refused = {"error": {"message": f"Incorrect API key provided: {secret}"}}
     server.answer = lambda path, body, number: (401, {}, json.dumps(refused).encode())
-    message = refusal(remote("refused", endpoint_key_env="TINY_KEY"))
+    message = refusal(remote("refused"))
     assert message.endswith("found 401 Incorrect API key provided: ***")
     server.answer = lambda path, body, number: (500, {}, json.dumps(refused).encode())
-    assert secret not in refusal(remote("failed", endpoint_key_env="TINY_KEY"))
+    assert secret not in refusal(remote("failed"))
     assert secret not in caplog.text
     for output in (remote().output, remote("refused").output):
         assert all(secret.encode() not in path.read_bytes() for path in Path(output).iterdir())
-    for value in ("", " ", "sk\n1", "schlüssel"):
-        monkeypatch.setenv("TINY_KEY", value)
-        assert refusal(remote("none", endpoint_key_env="TINY_KEY")) == (
-            "endpoint_key_env: expected an API key in the environment variable TINY_KEY, found none"
-        )
+    for value in (" ", "sk\n1", "schlüssel"):
+        monkeypatch.setenv(KEY, value)
+        said = f"{KEY}: expected an API key in the environment variable {KEY}, found none"
+        assert refusal(remote("none")) == said
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,6 @@ def test_the_key_is_read_from_the_environment_and_written_nowhere(remote, server
         ({"endpoint": "http://me:secret@localhost/v1"}, "endpoint"),
         ({"endpoint": "http://localhost/v1?key=secret"}, "endpoint"),
         ({"endpoint": None, "endpoint_model": "tiny"}, "endpoint_model"),
-        ({"endpoint": None, "endpoint_key_env": "KEY"}, "endpoint_key_env"),
         ({"answers": "given"}, "endpoint"),
         ({"answers": "mine"}, "answers"),
     ],

@@ -72,8 +72,7 @@ def test_a_finished_run_goes_on_to_more_steps_and_not_back_to_fewer(pipeline, tm
     assert contents(tmp_path / "out") == before and "all 6 steps are done" in capsys.readouterr().err
     with pytest.raises(InputError, match="completions: expected 20 samples as in checkpoint-6, found 10"):
         train("out", 6, completions=[str(pipeline / "long")])
-    # Begun anew where it is asked for, and where nothing is kept but another config's result.
-    assert len(history(train("out", 2, resume=False), "loss")) == 2
+    # Begun anew where nothing is kept but another config's result.
     none = {"training": {"save_strategy": "no"}}
     assert history(train("none", 2, **none), "loss") != history(train("none", 2, temperature=0.5, **none), "loss")
 

@@ -249,7 +249,6 @@ def test_what_cannot_be_measured_is_refused_in_one_line(measure, prompts, chats,
         assert "max_prompt_tokens: expected a `target`" in refused(
             measure, server, prompts, "--config={max_prompt_tokens: 2}"
         )
-        assert "server_key_env" in refused(measure, server, prompts, "--server_key_env", "NO_SUCH_VARIABLE")
         server.metrics = False
         assert re.search("found 404", refused(measure, server, prompts))
     assert "server: expected an answer" in refused(measure, server, prompts)  # it has ended

@@ -60,8 +60,6 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     http://localhost:8000/v1."""
     endpoint_model: str | None = None
     """The target's name on that server; the one model that the server lists by default."""
-    endpoint_key_env: str | None = None
-    """The environment variable that holds the server's API key."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,9 +81,8 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
                 f"samples: expected 1 where a prompt has one answer (temperature 0, or given), found {self.samples}"
             )
         if self.endpoint is None:
-            for name in ("endpoint_model", "endpoint_key_env"):
-                if getattr(self, name) is not None:
-                    raise InputError(f"{name}: expected --endpoint with it, found none")
+            if self.endpoint_model is not None:
+                raise InputError("endpoint_model: expected --endpoint with it, found none")
         else:
             if self.answers == "given":
                 raise InputError("endpoint: expected none with --answers given, which asks no model for anything")

@@ -3,6 +3,7 @@
 Nothing is sent twice: a retry would be timed twice, and counted twice by the server.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from draftsmith.train.endpoint.answers import Delta, Generated, ModelList, Strea
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
 
+KEY = "VLLM_API_KEY"
 TEXT, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generate"
 """Paths of completions: OpenAI's, and SGLang's own, whose answers have counts."""
 
@@ -100,6 +102,11 @@ class ServedCompletion:
         self.counts = meta.counts()
 
 
+def server_key() -> str | None:
+    """Return the environment variable with the key of the servers that commands ask, None if it is not set."""
+    return KEY if os.environ.get(KEY) else None
+
+
 class Client(HttpClient):
     """Requests to one server; an asynchronous context manager.
 
@@ -107,13 +114,12 @@ class Client(HttpClient):
     broken one, or none within the timeout.
     """
 
-    def __init__(self, url: str, name: str = "server", key_env: str | None = None, timeout: float = 600.0):
+    def __init__(self, url: str, name: str = "server", timeout: float = 600.0):
         """Check the URL, without requests; `name` is the option that gave it.
 
-        A trailing /v1 is removed. `key_env` is the environment variable of the API key; `timeout` is in seconds per
-        answer.
+        A trailing /v1 is removed. `timeout` is in seconds per answer. The environment's `KEY` is the API key, if set.
         """
-        super().__init__(checked_url(url, name), name, key_env, timeout)
+        super().__init__(checked_url(url, name), name, server_key(), timeout, KEY)
 
     async def model(self, named: str | None = None) -> str:
         """Return the name of the only model that the server lists, or `named` if it is listed."""

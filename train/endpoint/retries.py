@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
-from draftsmith.train.endpoint.client import Client
+from draftsmith.train.endpoint.client import KEY, Client, server_key
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class RetryingClient(Client):
     def __init__(self, config: PrepareConfig):
         self.config, self.window = config, Window()
         root = (config.endpoint or "").rstrip("/").removesuffix("/completions")
-        HttpClient.__init__(self, root, "endpoint", config.endpoint_key_env, TIMEOUT)
+        HttpClient.__init__(self, root, "endpoint", server_key(), TIMEOUT, KEY)
 
     async def fetch(
         self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None

@@ -32,7 +32,6 @@ from draftsmith.train.models import DTYPES
 from draftsmith.train.options import checked_url
 from draftsmith.train.teacher.feature_shards import STATES, Layout, States
 
-KEY = "VLLM_API_KEY"
 """The environment variable of the servers' API key, which they read, too."""
 TARGET, STATES_OF = "/draftsmith/target", "/draftsmith/states/"
 REQUESTS, TOKENS = 64, 2**16
@@ -175,7 +174,7 @@ class ServedTarget:
 
     async def _open(self) -> None:
         for url in self.urls:
-            client = Client(url, "teacher", KEY if os.environ.get(KEY) else None, self.timeout)
+            client = Client(url, "teacher", self.timeout)
             self._servers.append(Server(await self._stack.enter_async_context(client)))
 
     async def _ask_all(self) -> ServedModel:

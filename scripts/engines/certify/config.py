@@ -46,10 +46,6 @@ class CertifyConfig(Filters, PromptOptions):
     """Requests at once, so that rows meet in a batch."""
     model: str | None = None
     """The model's name on the servers; null: the only one they list."""
-    server_key_env: str | None = None
-    """The environment variable with the server's API key."""
-    plain_server_key_env: str | None = None
-    """The environment variable with the plain server's API key."""
     max_new_tokens: int = field(default=32, kw_only=True)
     """The most tokens of a text. Many short texts test more first tokens and rows that join a batch; long ones test
     text after many rounds."""

@@ -161,8 +161,7 @@ class Servers:
         return models
 
     def _client(self, name: str) -> Client:
-        config = self.config
-        return Client(getattr(config, name), name, getattr(config, f"{name}_key_env"))
+        return Client(getattr(self.config, name), name)
 
 
 def target_identity(config: CertifyConfig) -> dict[str, Any] | None:

@@ -78,10 +78,6 @@ class MeasureServerConfig(Filters):
     token."""
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
-    server_key_env: str | None = None
-    """The environment variable that holds the server's API key."""
-    baseline_server_key_env: str | None = None
-    """The environment variable that holds the baseline server's API key."""
     trust_remote_code: bool = False
     """Run tokenizer code that a repository ships."""
 

@@ -87,13 +87,10 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[SentPrompt]) ->
     """
     async with AsyncExitStack() as stack:
         doors: dict[Role, MeasuredServer] = {}
-        servers: list[tuple[Role, str | None, str | None]] = [
-            ("server", config.server, config.server_key_env),
-            ("baseline_server", config.baseline_server, config.baseline_server_key_env),
-        ]
-        for role, url, key in servers:
+        servers: dict[Role, str | None] = {"server": config.server, "baseline_server": config.baseline_server}
+        for role, url in servers.items():
             if url is not None:
-                client = await stack.enter_async_context(Client(url, role, key))
+                client = await stack.enter_async_context(Client(url, role))
                 doors[role] = await MeasuredServer.opened(client, config)
         for question in prompts:
             for door in doors.values():

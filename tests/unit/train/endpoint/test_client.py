@@ -10,17 +10,17 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_answer
 from draftsmith.train.endpoint import answers, http
 from draftsmith.train.endpoint import client as module
-from draftsmith.train.endpoint.client import Client, ServedCompletion
+from draftsmith.train.endpoint.client import KEY, Client, ServedCompletion
 from draftsmith.train.endpoint.http import ServerFailure
 
-KEY = "sk-not-to-be-seen"
+SECRET = "sk-not-to-be-seen"
 
 
 def complete(monkeypatch, body: bytes, status: str = "200 OK") -> ServedCompletion:
-    monkeypatch.setenv("KEY", KEY)
+    monkeypatch.setenv(KEY, SECRET)
 
     async def ask() -> ServedCompletion:
-        async with answering(body, status) as url, Client(url, key_env="KEY", timeout=10) as client:
+        async with answering(body, status) as url, Client(url, timeout=10) as client:
             return await client.complete({"model": "m", "prompt": "p", "max_tokens": 4})
 
     return asyncio.run(ask())
@@ -39,21 +39,21 @@ def test_a_text_may_hold_any_sign_of_unicode_that_ends_lines(monkeypatch):
 @pytest.mark.parametrize(
     "body",
     [
-        event(error={"message": f"{'x' * 290} {KEY}\nis wrong"}),
-        event(wrong=f"{'x' * 290} {KEY}"),
-        b"data: " + KEY.encode() + b"\n\n",
+        event(error={"message": f"{'x' * 290} {SECRET}\nis wrong"}),
+        event(wrong=f"{'x' * 290} {SECRET}"),
+        b"data: " + SECRET.encode() + b"\n\n",
     ],
 )
 def test_a_key_is_not_in_what_is_said_of_a_stream(body, monkeypatch):
     with pytest.raises(ServerFailure) as error:
         complete(monkeypatch, body)
-    assert KEY[:5] not in str(error.value) and "\n" not in str(error.value)
+    assert SECRET[:5] not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_key_is_not_in_what_is_said_of_a_refusal(monkeypatch):
     with pytest.raises(InputError) as error:
-        complete(monkeypatch, b"x" * 290 + b" " + KEY.encode(), "401 Unauthorized")
-    assert KEY[:5] not in str(error.value)
+        complete(monkeypatch, b"x" * 290 + b" " + SECRET.encode(), "401 Unauthorized")
+    assert SECRET[:5] not in str(error.value)
 
 
 @pytest.mark.parametrize(
