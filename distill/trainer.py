@@ -22,11 +22,9 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.chunked import ChunkSizes, chunked_features, chunked_objective
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeDistributions
-from draftsmith.train.losses.inside_forward import inside_model, open_forward
-from draftsmith.train.losses.output_head import OutputHead, require_split
+from draftsmith.train.losses.output_head import OutputHead, inside_model, open_forward, require_split
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.teacher.cache_reader import cached_distributions
@@ -51,7 +49,7 @@ class DistillTrainer(RecipeTrainer):
         **kwargs: Any,
     ):
         require_split(draft, "draft")
-        open_forward(draft, draft.get_output_embeddings())  # the loss runs inside both: see `inside_forward.py`
+        open_forward(draft, draft.get_output_embeddings())  # the loss runs inside both: see `output_head.py`
         self.draft, self.config = draft, config
         super().__init__(
             draft, target, tokenizer, config, train_dataset, eval_dataset, compute_metrics=acceptance_metrics, **kwargs
@@ -122,9 +120,10 @@ class DistillTrainer(RecipeTrainer):
             self._written = dict.fromkeys(self._written, 0.0)
         super().log(logs, start_time)
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the objective summed over this part's completion tokens."""
-        labels_N, objective = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"])), self.objective
+        positions, objective = LossPositions(inputs["positions"][0]), self.objective
+        labels_N = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"]))
         teacher = self.loss_distributions(inputs, positions) if objective.needs_target else None
         sizes = self.vocabulary.sizes(self.sizes)
 

@@ -25,9 +25,8 @@ from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
-from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.losses.positions import IGNORED, LossPositions
+from draftsmith.train.losses.output_head import OutputHead, open_forward
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.teacher.feature_reader import cached_states
 from draftsmith.train.trainer import RecipeTrainer, texts
@@ -271,7 +270,7 @@ class FeatureTrainer(HeadsTrainer):
         **kwargs: Any,
     ):
         heads.check_fits(target)
-        # Losses run inside of these forwards: `train/losses/inside_forward.py`.
+        # Losses run inside of these forwards: `train/losses/output_head.py`.
         open_forward(heads, *self.loss_maps(heads))
         count = self.guesses(heads, config)
         super().__init__(heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
@@ -288,7 +287,7 @@ class FeatureTrainer(HeadsTrainer):
     def loss_maps(heads: Any) -> list[nn.Module]:
         """Return the maps whose weights the loss reads inside of their forwards."""
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
         target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
         teacher = target_states.hidden, self.teacher_head

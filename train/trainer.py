@@ -27,19 +27,18 @@ from draftsmith.decode.cache import rotate_by_text
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import EpochSampler, TrainingData
+from draftsmith.train.data.examples import CompletionCollator, EpochSampler, TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.job.saving import SavingTrainer
 from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, require_finite
 from draftsmith.train.job.telemetry import Telemetry, TrainingProgress
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.chunked import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
-from draftsmith.train.losses.positions import IGNORED, LossPositions
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_config, wants_bounds
 from draftsmith.train.options import seconds_of
 from draftsmith.train.quantization import quantization_of, teacher_in_words
@@ -255,9 +254,8 @@ class RecipeTrainer(SavingTrainer, ABC):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return a part's summed loss ÷ the token count of the global batch (of the part, if that is None)."""
-        positions = LossPositions(inputs["positions"][0])
-        total = self.summed_loss(model, inputs, positions)
-        loss = total / (max(len(positions), 1) if num_items_in_batch is None else num_items_in_batch)
+        total = self.summed_loss(model, inputs)
+        loss = total / (max(len(inputs["positions"][0]), 1) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # Gradients are averaged over processes, but the count is their sum already.
             loss = loss * self.accelerator.num_processes
@@ -301,7 +299,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         return frozen + student.step(positions, seen, tokens)
 
     @abstractmethod
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the loss of a batch, summed over the positions whose next token has a label."""
 
     @abstractmethod

@@ -11,7 +11,6 @@ from draftsmith.distill.memory import DraftPlan
 from draftsmith.distill.parallel.chains import Chains, kept_shares, most_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.memory.trace import BatchShape
 
 
@@ -46,7 +45,7 @@ class ParallelPlan(DraftPlan):
 
     def evaluated(self, inputs: dict[str, Any], model: nn.Module) -> Any:
         """Run the loss of an evaluation, which takes as much as its replay."""
-        return self.trainer.summed_loss(model, inputs, LossPositions(inputs["positions"][0]))
+        return self.trainer.summed_loss(model, inputs)
 
     @property
     def shares(self) -> np.ndarray:

@@ -22,8 +22,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.job.step_checks import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.distributions import GatheredDistributions
-from draftsmith.train.losses.inside_forward import inside_model
-from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.output_head import OutputHead, inside_model
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_sums
 
@@ -100,10 +99,10 @@ class ParallelTrainer(DistillTrainer):
         }
         return masked if chains.texts_BL is None else masked | {"texts": chains.texts_BL}
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the objective summed over this part's completion tokens and their masks."""
         chains: Chains = inputs["chains"]
-        objective = self.objective
+        positions, objective = LossPositions(inputs["positions"][0]), self.objective
         # An entry learns the label and the distribution of its position: the target never sees masks.
         labels_E = self.vocabulary.labels(positions.next_tokens(inputs["input_ids"]))[chains.indices_E]
         p_E: GatheredDistributions | None = None

@@ -35,7 +35,6 @@ from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.distributions import LiveDistributions, WholeLogits
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import replay_features
 
 PRIMES = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
@@ -133,7 +132,7 @@ class BlockTrainer(FeatureTrainer):
         """Return the map of the head that adds logits, if there is one."""
         return [] if heads.side_head is None else [heads.side_head.out]
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
         target_states = self.target_states(inputs)
         blocks = BlockPositions(inputs, self.count, self.config.anchors, self.state.global_step)

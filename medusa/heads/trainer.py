@@ -24,9 +24,8 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_objective
 from draftsmith.train.losses.distributions import LiveDistributions
-from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, open_forward
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.runs import declare_dtype, in_dtype, save_model
 from draftsmith.train.trainer import texts
@@ -68,7 +67,7 @@ class MedusaTrainer(HeadsTrainer):
                 "target_sharded: expected false for Hydra heads, which see the target's embeddings, found true"
             )
         model: Any = Joint(heads, target, config) if config.joint else heads
-        # Their losses run inside of their forwards: `train/losses/inside_forward.py`.
+        # Their losses run inside of their forwards: `train/losses/output_head.py`.
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
         count = heads.config.num_heads
         super().__init__(heads, model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
@@ -93,10 +92,10 @@ class MedusaTrainer(HeadsTrainer):
                 f"and steps with them, found {self.config.warmup_heads}"
             )
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return Σ_i decay^i · the objective summed over head i's tokens; in joint training add the backbone's loss."""
         if self.config.joint:
-            return model(inside=lambda: self._joint_loss(inputs, positions))
+            return model(inside=lambda: self._joint_loss(inputs))
         hidden = self.target_hidden(inputs)
         teacher = hidden, self.teacher_head
         return model(inside=lambda: self._heads_loss(hidden, self.embed, inputs, teacher))
@@ -115,9 +114,9 @@ class MedusaTrainer(HeadsTrainer):
         # The backbone that is evaluated is the one in training.
         return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
 
-    def _joint_loss(self, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+    def _joint_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Return the backbone's loss plus `HEADS_WEIGHT` times the heads'; both learn from the original backbone."""
-        config, batch = self.config, texts(inputs)
+        config, batch, positions = self.config, texts(inputs), LossPositions(inputs["positions"][0])
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
         with self.clock.phase("teacher"):

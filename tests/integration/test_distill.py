@@ -28,8 +28,7 @@ from draftsmith.distill.__main__ import authors
 from draftsmith.distill.carving import CHOICE, Carving
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.examples import CompletionCollator, training_examples
 from draftsmith.train.data.first_look import SCALES
 from draftsmith.train.job.telemetry import PHASES
 from draftsmith.train.losses.objective import Objective

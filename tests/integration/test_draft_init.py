@@ -28,8 +28,7 @@ from draftsmith.distill.vocabulary import silence_padding
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.first_look import Text
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.inside_forward import inside_model, open_forward
-from draftsmith.train.losses.output_head import OutputHead, last_hidden
+from draftsmith.train.losses.output_head import OutputHead, inside_model, last_hidden, open_forward
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model

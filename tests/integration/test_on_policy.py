@@ -13,8 +13,7 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer, continue_prompts, prompts_of
 from draftsmith.train.data import decoding
-from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.examples import CompletionCollator, training_examples
 from draftsmith.train.data.packing import pack
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.losses.positions import IGNORED

@@ -18,8 +18,7 @@ from draftsmith.decode.cache.features import collect_features
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.data.examples import CompletionCollator, TrainingData
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED

@@ -16,7 +16,7 @@ from draftsmith.medusa.mtp.__main__ import train_heads as train_mtp
 from draftsmith.scripts.plan import planned_run
 from draftsmith.train import launch
 from draftsmith.train.cli import flags_of
-from draftsmith.train.data.collator import ahead_positions
+from draftsmith.train.data.examples import ahead_positions
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.memory.trace import BatchShape, LiveBytes
 from draftsmith.train.runs import save_model

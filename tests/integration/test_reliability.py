@@ -20,7 +20,7 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa.heads import __main__ as heads_command
 from draftsmith.train import checkpoint
-from draftsmith.train.data.collator import CompletionCollator
+from draftsmith.train.data.examples import CompletionCollator
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.runs import last_checkpoint

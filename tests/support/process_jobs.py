@@ -29,7 +29,7 @@ from draftsmith.train.data.generate import prepare
 from draftsmith.train.job import ranks
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import load_target
-from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.losses.output_head import open_forward
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.teacher.cache_writer import make_cache

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from draftsmith.train.cli import run
 from draftsmith.train.data.examples import training_examples
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.chunked import ChunkSizes
 
 
 def some_samples(pipeline: Path) -> list[dict]:

@@ -3,7 +3,7 @@
 A packed batch has `position_ids` that restart with each sample, and no attention mask. With both and without a cache,
 transformers keeps a token from attending beyond its sample (`masking_utils.find_packed_sequence_indices`), by a mask of
 T² entries per row under sdpa, and of blocks under flex attention. Flash attention takes no mask: it gets the bounds of
-the samples (`collator.text_bounds`), and does only their work.
+the samples (`examples.text_bounds`), and does only their work.
 """
 
 from bisect import bisect_left, insort
@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
-from draftsmith.train.data.collator import text_bounds
-from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.data.examples import TrainingData, text_bounds
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import wants_bounds
 

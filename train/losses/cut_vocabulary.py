@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.chunked import ChunkSizes
 from draftsmith.train.losses.distributions import (
     CachedDistributions,
     LiveDistributions,

@@ -1,15 +1,19 @@
 """The output head: the step from a decoder's last hidden states to its logits.
 
-A loss in chunks needs the hidden states and the head apart, since it never holds all logits.
+A loss in chunks never holds all logits: it needs the hidden states, and the head's weight. But FSDP2 and DeepSpeed
+ZeRO-3 gather a module's weights only during its forward, DDP collects the gradients of the forward's result, and
+autocast is on only inside. So the loss runs inside the model's forward and inside its output head's: `open_forward`.
+
 Shape suffixes: B rows, T positions, H hidden, V vocabulary, D some of its tokens.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_of
@@ -90,6 +94,43 @@ def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
     decoder = decoder_of(model)
     with fixed_packing("position_ids" in inputs):
         return decoder(use_cache=False, **inputs).last_hidden_state
+
+
+def open_forward(*modules: nn.Module) -> None:
+    """Let the forward of each module take `inside=function`, and return `function(*args, **kwargs)` in its place.
+
+    Trainers open the modules that they train: the objects, not their classes.
+    """
+    for module in modules:
+        module.forward = _opened(module.forward)
+
+
+def _opened(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def forward(*args: Any, inside: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        return (original if inside is None else inside)(*args, **kwargs)
+
+    return forward
+
+
+def inside_model(
+    model: PreTrainedModel,
+    function: Callable[[Tensor, OutputHead], Any],
+    hidden_of: Callable[..., Tensor] = last_hidden,
+) -> Callable[..., Any]:
+    """Return a function for a causal LM's forward to call, which passes its hidden states and its head to `function`.
+
+    Use: `wrapped(**inputs, inside=inside_model(model, function))`, where `wrapped` is the model or a wrapper around it.
+    The model and its output embeddings must have been opened with `open_forward`. `hidden_of` computes hidden_BTH from
+    the model and the forward's inputs.
+    """
+    project: Any = model.get_output_embeddings()
+
+    def run(**inputs: Any) -> Any:
+        hidden_BTH = hidden_of(model, **inputs)
+        return project(hidden_BTH, inside=lambda hidden_BTH: function(hidden_BTH, head_of(model)))
+
+    return run
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ Shape suffixes: B rows, T tokens of a row, N positions.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross entropy
@@ -17,12 +16,6 @@ class LossPositions:
     """N positions of a (B, T) batch, ascending in its flattened form; none is the last of a row."""
 
     flat_N: Tensor  # int64, row · T + column
-
-    @classmethod
-    def before(cls, predicted_BT: Tensor) -> "LossPositions":
-        """Return the positions before tokens to predict, (B, T) bool; a row's first token never counts."""
-        before_BT = torch.nn.functional.pad(predicted_BT[:, 1:], (0, 1))
-        return cls(before_BT.flatten().nonzero()[:, 0])
 
     def __len__(self) -> int:
         return len(self.flat_N)

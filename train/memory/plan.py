@@ -19,9 +19,8 @@ from transformers import AutoConfig, PreTrainedModel
 from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.job.flops import DEVICES
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.losses.chunked import ChunkSizes
+from draftsmith.train.losses.output_head import open_forward
 from draftsmith.train.memory.machines import GIB, RESERVE, Machines, Strategy
 from draftsmith.train.memory.states import Placement, Weights, held_bytes, optimizer_bytes, step_bytes, target_bytes
 from draftsmith.train.memory.trace import (
@@ -220,7 +219,7 @@ class TrainingPlan(ABC):
             hold_gradients(model)
             with LiveBytes() as live:
                 self.trainer.clock = clock = Phases(live)
-                self._summed_loss(self.inputs(self.batch)).backward()
+                self.trainer.summed_loss(InPrecision(model, self.precision), self.inputs(self.batch)).backward()
                 clock.end("backward")
         peaks: dict[str, float] = {**clock.peaks}
         if self.placement in (None, "elsewhere"):
@@ -230,10 +229,6 @@ class TrainingPlan(ABC):
             kept = live.now  # such as a copy of the target's head that the first step makes
             peaks["evaluation"] = kept + self._evaluation()
         return {name: float(peaks[name]) for name in MOMENTS if name in peaks}
-
-    def _summed_loss(self, inputs: dict[str, Any]) -> Tensor:
-        positions = LossPositions(inputs["positions"][0])
-        return self.trainer.summed_loss(InPrecision(self.model, self.precision), inputs, positions)  # type: ignore[no-any-return]
 
     def _evaluation(self) -> float:
         with self.mode, torch.no_grad(), LiveBytes() as live:

@@ -20,7 +20,7 @@ from draftsmith.decode.cache import own_positions
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.shards import write_shard
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.chunked import ChunkSizes
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.teacher.cache_config import CacheConfig

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.launch import TrainingRun, launch
+from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.memory.plan import TrainingPlan
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
@@ -26,7 +27,8 @@ class ToyTrainer(RecipeTrainer):
     def trained_work(self):
         return None
 
-    def summed_loss(self, model, inputs, positions):
+    def summed_loss(self, model, inputs):
+        positions = LossPositions(inputs["positions"][0])
         logits_NV = positions.take(model(**texts(inputs)))
         return cross_entropy(logits_NV, positions.next_tokens(inputs["input_ids"]), reduction="sum")
 

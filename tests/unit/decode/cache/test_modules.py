@@ -19,8 +19,8 @@ from draftsmith.decode.cache.product import block_product, can_pack, pack_weight
 from draftsmith.decode.cache.weights import groups, lay_out_weights, lend_weights, tensors
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.decoding import complete
+from draftsmith.train.data.examples import CompletionCollator
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.teacher.distribution_shards import distributions_of

@@ -19,7 +19,7 @@ from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.prompt_files import read_prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.job.flops import Work
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.chunked import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeLogits
 from draftsmith.train.losses.divergences import lk_blend

@@ -10,7 +10,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.parallel.chains import ALIGNED, draw_lengths, kept_shares, make_chains
 from draftsmith.distill.parallel.layout import mask_token_of, unused_token, visible_entries
 from draftsmith.distill.parallel.model import _blocks
-from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.data.examples import ahead_positions
 
 
 def test_shares_fall_geometrically_to_the_least():
@@ -40,7 +40,7 @@ def test_lengths_have_the_law_of_their_shares():
 def test_chains_end_with_the_tokens_that_carry_a_loss_and_with_the_row():
     # Two rows of 8 tokens: answers x3…x6 and x2, x3, x5, x6.
     predicted = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1, 1, 0]]).bool()
-    flat = LossPositions.before(predicted).flat_N
+    flat = ahead_positions(predicted, 0)[0]
     assert flat.tolist() == [2, 3, 4, 5, 9, 10, 12, 13]
     chains = make_chains(flat, (2, 8), torch.tensor([3, 1, 5, 5, 0, 4, 4, 4]))
     assert chains.offsets_E.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0]

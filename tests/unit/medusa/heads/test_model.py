@@ -15,8 +15,7 @@ from transformers import CohereConfig, CohereForCausalLM
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaConfig, MedusaHeads
-from draftsmith.train.losses.inside_forward import open_forward
-from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.output_head import last_hidden, open_forward
 
 HIDDEN, VOCAB, K = 8, 13, 3
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

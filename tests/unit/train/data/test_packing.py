@@ -11,8 +11,7 @@ from pipelines import training_data
 from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import EpochSampler, TrainingData
+from draftsmith.train.data.examples import CompletionCollator, EpochSampler, TrainingData
 from draftsmith.train.data.packing import best_fit_decreasing, pack
 from draftsmith.train.losses.positions import IGNORED, LossPositions
 

@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, Llam
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence, lean_divergence
-from draftsmith.train.losses import chunk_sizes
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_objectives, chunked_sum
+from draftsmith.train.losses import chunked
+from draftsmith.train.losses.chunked import ChunkSizes, chunked_objectives, chunked_sum
 from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.divergences import NAMES
 from draftsmith.train.losses.objective import Objective
@@ -47,7 +46,7 @@ def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> Output
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradients_are_the_eager_ones(name, head, chunk_size, monkeypatch):
-    monkeypatch.setattr(chunk_sizes, "ON_CPU", ChunkSizes(2**24, 3 * V))  # parts of three positions
+    monkeypatch.setattr(chunked, "ON_CPU", ChunkSizes(2**24, 3 * V))  # parts of three positions
     t = tensors()
     leaves = [t[key].requires_grad_(True) for key in ("q_hidden", "q_weight", "q_bias")]
     leaves = leaves if "bias" in HEADS[head] else leaves[:2]
@@ -126,7 +125,7 @@ def test_no_tensor_holds_all_logits(monkeypatch):
                 largest.append(out.numel())
             return out
 
-    monkeypatch.setattr(chunk_sizes, "ON_CPU", ChunkSizes(2**24, 2 * V))
+    monkeypatch.setattr(chunked, "ON_CPU", ChunkSizes(2**24, 2 * V))
     t = tensors()
     weight = t["q_weight"].requires_grad_(True)
     with Sizes():

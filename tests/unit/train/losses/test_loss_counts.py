@@ -11,8 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.chunked import ChunkSizes, chunked_objective
 from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead

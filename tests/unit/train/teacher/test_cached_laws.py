@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_features, chunked_sum
+from draftsmith.train.losses.chunked import ChunkSizes, chunked_features, chunked_sum
 from draftsmith.train.losses.distributions import CachedDistributions
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.losses.objective import NAMES, Objective

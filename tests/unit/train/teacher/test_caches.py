@@ -21,8 +21,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cache as command
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import CompletionCollator
-from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.examples import CompletionCollator, training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.data.shards import COLUMNS, read_shard, write_shard
