@@ -8,7 +8,7 @@ import torch
 from conftest import perturbed, tiny_llama
 from scipy.stats import binom
 
-from draftsmith.decode import DraftModelProposer, autoregressive_generate
+from draftsmith.decode import DraftModelProposer
 from draftsmith.decode.measurement.certificate import tie_tolerant_test
 from draftsmith.decode.measurement.distribution_test import sample_texts
 from draftsmith.decode.sampling import Sampler
@@ -26,12 +26,15 @@ def target():
 
 
 def drawn(model, count, seed=0, temperature=1.0, tokens=TOKENS):
-    """So many texts, prompt by prompt, as a server is asked for them."""
+    """Texts of the library's own sampling, prompt by prompt, as a server is asked for them."""
     prompts = torch.randint(VOCAB, (PROMPTS, 3), generator=torch.Generator().manual_seed(1))
     rows = prompts[torch.arange(count) % PROMPTS]
     options = {"do_sample": True, "top_k": 0, "temperature": temperature} if temperature else {"do_sample": False}
-    out = autoregressive_generate(model, rows, max_new_tokens=tokens, seed=seed, **options)
-    return [(text, 3) for text in out.sequences]
+    torch.manual_seed(seed)
+    return [
+        (text, 3)
+        for text in model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=tokens, **options)
+    ]
 
 
 def judged(target, texts, seed=0):

@@ -1,4 +1,4 @@
-"""The law of sampled output, exactly: V = 7, and every outcome of every random number is followed (`enumeration`).
+"""The law of sampled output, exactly: V = 5, and every outcome of every random number is followed (`enumeration`).
 
 What the decoder writes must have the probabilities that the target's conditionals multiply to. Models compute in double
 precision, of which sums over some thousand products leave far more than twelve digits: nothing here is left to chance.
@@ -38,14 +38,14 @@ from draftsmith.decode.rules import acceptance, judged, verification
 from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
 
 SCALES = {"wte": 30, "wpe": 10, "c_attn": 40, "c_proj": 20, "c_fc": 20, "lm_head": 16}
-VOCAB = 7
+VOCAB = 5
 CUT = "T=0.7 top-k top-p"
-PROMPTS = [(6, 3, 0, 3), (2,), (3, 4, 5, 6, 0, 6)]
+PROMPTS = [(4, 1, 0, 1), (3,), (1, 2, 3, 4, 0, 4)]
 ROUNDING = 1e-12
 
 # name → (arguments of generate, the library's processors, new tokens)
 SETTINGS = {
-    "T=1": ({"top_k": 0, "eos_token_id": 4}, [], 3),
+    "T=1": ({"top_k": 0, "eos_token_id": 2}, [], 3),
     CUT: (
         {"temperature": 0.7, "top_k": 4, "top_p": 0.8},
         [TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.8)],
@@ -158,7 +158,7 @@ def test_a_draft_that_runs_ahead_leaves_the_law(target, monkeypatch, setting):
     """What it drafts ahead is drafted before the target verifies, for an order of two threads has no enumeration."""
     monkeypatch.setattr(run_ahead._AheadThread, "start", lambda ahead: ahead.run())
     monkeypatch.setattr(run_ahead._AheadThread, "join", lambda ahead: None)
-    proposer = RunAheadProposer(tiny_gpt2(1))
+    proposer = RunAheadProposer(tiny_gpt2(4))
 
     def ahead(path, token):
         """What was drafted ahead, where it is handed over."""
@@ -166,7 +166,7 @@ def test_a_draft_that_runs_ahead_leaves_the_law(target, monkeypatch, setting):
         return tuple(drafted) if drafted[:1] == [token] else None
 
     arguments, processors, _ = SETTINGS[setting]
-    if setting != CUT:  # seven tokens would be followed for the draft, the guess, and what is behind it
+    if setting != CUT:  # five tokens would be followed for the draft, the guess, and what is behind it
         arguments, processors = arguments | {"top_k": 3}, [*processors, TopKLogitsWarper(3)]
     (law,) = enumerated(target, proposer, PROMPTS[2:], 4, draft_length=1, hidden=ahead, **arguments)
     wanted = target_law(target, PROMPTS[2], 4, LogitsProcessorList(processors), arguments.get("eos_token_id"))

@@ -4,6 +4,7 @@ import numpy as np
 
 from benchmarks.gate import BenchGateConfig, clocks, counts
 from benchmarks.gate.speedups import BOUND, Times, gate_figures
+from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.measure.estimates import Observation
@@ -38,8 +39,9 @@ def timed(tokens, seconds) -> Observation:
     return Observation([int(count) for count in tokens], seconds.tolist(), [[place] for place in range(len(tokens))])
 
 
-def test_no_setting_is_a_go_by_luck_and_each_winners_speed_up_is_its_own():
+def test_no_setting_is_a_go_by_luck_and_each_winners_speed_up_is_its_own(monkeypatch):
     """At most 2.5 % of the reports have a GO somewhere; of 150 more than 9 have one with probability 0.5 %."""
+    monkeypatch.setattr(intervals, "RESAMPLES", 50)  # verdicts have Student's intervals
     rng, nothing = np.random.default_rng(3), Estimate(None, None, 0)
     settings, wrong, said = [(t, b) for t in (0.0, 1.0) for b in (1, 8)], 0, []
     asked = Gate(BOUND, None, 0.95)

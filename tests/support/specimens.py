@@ -93,7 +93,7 @@ def shaken(heads: Any, target: PreTrainedModel) -> Any:
 
 
 def named_tokens(target: PreTrainedModel) -> Tensor | None:
-    return torch.tensor([6, 0, 3]) if few(target) else None
+    return torch.tensor([target.config.vocab_size - 1, 0, 1]) if few(target) else None
 
 
 def medusa(target: PreTrainedModel, **options: Any) -> MedusaHeads:
@@ -128,7 +128,7 @@ def parallel(target: PreTrainedModel, names: int | None = None) -> PreTrainedMod
 def permuted(target: PreTrainedModel) -> PreTrainedModel:
     """Return a draft whose tokens have other numbers, made to fit: one of them is no token of the draft's."""
     size = target.config.vocab_size
-    return renumber_draft(near(target), {i: (i + 3) % size for i in range(size) if i != 5}, 5)
+    return renumber_draft(near(target), {i: (i + 3) % size for i in range(size) if i != 2}, 2)
 
 
 def save_heads(make: Callable[[PreTrainedModel], Any]) -> Callable[..., None]:
