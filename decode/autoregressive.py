@@ -53,11 +53,11 @@ def autoregressive_decode(
     check_rollback(model, "target")
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     if unfinished := [row for row in queue if not row.done]:
-        _write(model, unfinished, rows or len(unfinished), compiled, observer)
+        _decode(model, unfinished, rows or len(unfinished), compiled, observer)
     return collect_output(queue, input_ids, generation_config)
 
 
-def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bool, observer: Observer | None) -> None:
+def _decode(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bool, observer: Observer | None) -> None:
     """Write all texts to their ends, one token per row at a time."""
     waiting, longest = deque(queue[rows:]), max(len(row.text) for row in queue)
     texts = TextBatch(queue[:rows], 1, longest)

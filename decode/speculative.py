@@ -28,10 +28,8 @@ from draftsmith.decode.tree import masks_of
 class Round:
     """One round of one row, for observers; `counts` are the round's own, and `done` says that the text ended."""
 
-    row: int
-    """The row's index in the batch."""
-    tokens: list[int]
-    """The emitted tokens, accepted ones first."""
+    row: int  # the row's index in the batch
+    tokens: list[int]  # the emitted tokens, accepted ones first
     counts: Counts
     bonus: bool
     """True if the last token is a bonus after a fully accepted path; otherwise it is a correction."""
@@ -90,7 +88,7 @@ def speculative_generate(
     """
     streamer = generate_kwargs.get("streamer")
     if streamer is not None:
-        # `generate` gives the streamer the prompt, and then hands callables none.
+        # `generate` gives the streamer the prompt, but does not pass it on to `custom_generate`.
         if len(input_ids) > 1:
             raise InputError(f"streamer: expected one prompt, found {len(input_ids)}")
         generate_kwargs["observer"] = _streaming(streamer, generate_kwargs.get("observer"))
@@ -126,12 +124,12 @@ def speculative_decode(
     check_rollback(model, "target")
     rule, draft_length = as_rule(rule), _draft_length(draft_length, proposer.longest)
     rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
-    _write(model, proposer, list(rows), draft_length, rule, compiled, observer)
+    _run_rounds(model, proposer, list(rows), draft_length, rule, compiled, observer)
     return collect_output(rows, input_ids, generation_config, rule.lossy, proposer.positions)
 
 
 def _draft_length(draft_length: int | None, longest: int | None) -> int:
-    """Return γ in the range of a proposer whose greatest is `longest`."""
+    """Return γ, checked against the proposer's greatest, `longest`."""
     draft_length = longest or 4 if draft_length is None else draft_length
     at_least(1).check("draft_length", draft_length)
     if longest is not None and draft_length > longest:
@@ -142,7 +140,7 @@ def _draft_length(draft_length: int | None, longest: int | None) -> int:
     return draft_length
 
 
-def _write(
+def _run_rounds(
     model: PreTrainedModel,
     proposer: Proposer,
     rows: list[TextRow],
@@ -155,21 +153,21 @@ def _write(
     task = _task(model, rows, draft_length, rule, compiled)
     largest = proposer.start(task)
     wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
-    # The target returns to no token before its last block.
+    # Rejected tokens are all in the last block: the target's cache rolls back no further.
     target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, rollback=0, **wants)
     texts = TextBatch(rows, 1 + largest)
     while True:
-        rows, roots = texts.rows, texts.lengths + -1
+        rows, roots = texts.rows, texts.lengths + -1  # a root is the slot of a text's last token
         # Draft γ tokens from q, but leave room for the target's own.
-        contexts = RowTexts(rows)
-        drafts = proposer.propose(contexts, [min(draft_length, row.room - 1) for row in rows])
+        row_texts = RowTexts(rows)
+        drafts = proposer.propose(row_texts, [min(draft_length, row.room - 1) for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
         width = max(len(draft.tree) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
-        before = [Contexts(context, draft) for context, draft in zip(contexts, drafts, strict=True)]
+        contexts = [Contexts(text, draft) for text, draft in zip(row_texts, drafts, strict=True)]
         samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
-        verdicts = rule.verify_batch(samplers, logits, before, drafts, generators, target.likeliest)
+        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators, target.likeliest)
         # Emit them; in the target's cache, accepted nodes of a tree move to where a chain has its tokens.
         tokens = [_emitted(*args) for args in zip(rows, verdicts, drafts, strict=True)]
         paths = _moves(verdicts)
@@ -238,7 +236,8 @@ class Contexts(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         if not index:
             return self._text
-        return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(range(len(self))[index] - 1)]])
+        node = range(len(self))[index] - 1  # the range resolves a negative index
+        return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(node)]])
 
 
 def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:
@@ -304,14 +303,14 @@ def _features(
 
     They come from one forward, or from two: the prompts', and then the first block's.
     """
-    before, block = target.features[0], target.features[-1][:, -width:]
-    first = len(target.features) > 1 or before.shape[1] > width
+    prompts, block = target.features[0], target.features[-1][:, -width:]
+    with_prompts = len(target.features) > 1 or prompts.shape[1] > width
     if accepted is not None:
         nodes = torch.nn.functional.pad(accepted, (1, 0)).to(block.device).clamp(max=width - 1)
         block = block.take_along_dim(nodes[..., None], dim=1)
     # The list would otherwise grow by each round's features.
     target.features.clear()
-    return [(block[row], before[row, :root] if first else None) for row, root in enumerate(roots.host)]
+    return [(block[row], prompts[row, :root] if with_prompts else None) for row, root in enumerate(roots.host)]
 
 
 def _streaming(streamer: Any, observer: Observer | None) -> Observer:

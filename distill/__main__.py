@@ -189,10 +189,10 @@ class DistillRun(TrainingRun[DistillConfig]):
         return load_config(draft, field="draft", trust_remote_code=self.config.trust_remote_code)
 
 
-def distill(config: DistillConfig, kept: StateCache | None = None) -> DistillTrainer:
-    """Distil a draft into `config.training.output_dir`; `kept` target states spare further forwards of it."""
+def distill(config: DistillConfig, state_cache: StateCache | None = None) -> DistillTrainer:
+    """Distil a draft into `config.training.output_dir`; a `state_cache` spares second forwards of the target."""
     run = DistillRun(config)
-    run.kept = kept
+    run.state_cache = state_cache
     return run.train()  # type: ignore[return-value]
 
 

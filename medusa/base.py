@@ -23,9 +23,9 @@ from draftsmith.train.losses.output_head import head_of
 logger = logging.get_logger(__name__)
 
 SPREAD = 0.5
-"""The standard deviation of a random layer's logits at most: σ costs σ²/2 nats over a uniform distribution."""
-FEW = 8
-"""The fewest ids by which `check_distances` can tell ids from distances."""
+"""The largest standard deviation σ of a random layer's logits: its loss is σ²/2 nats above the uniform one."""
+MIN_IDS = 8
+"""With fewer entries `check_distances` cannot tell ids from distances."""
 WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -96,9 +96,9 @@ class LayersConfig(NamedConfig):
         num_hidden_layers: int
 
     layer_types: list[str] | None = None
-    """For each layer full_attention or sliding_attention; if None is given, the latter for all with a window's size."""
+    """For each layer full_attention or sliding_attention; None is the latter for all layers if there is a window."""
     sliding_window: int | None = None
-    """The positions that layers of sliding_attention see, the query's own included: none farther back."""
+    """The window: how many positions layers of sliding_attention see, the query's own included."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is None:
@@ -172,8 +172,8 @@ THETA, HEAD, POSITIONS = 10_000.0, 64, 2**17
 def rope_of(config: PretrainedConfig) -> dict[str, Any]:
     """Return the last layer's rotary positions as `rope_parameters` of whole heads, or raise an InputError.
 
-    Where the target has none, heads have positions of their own, and a line names them. So they do where its angles
-    change with the text's length: servers change them by other rules than the library.
+    Heads get a default rotation where the target has none, or one whose angles change with the text's length, which
+    servers do by other rules than the library. A warning names it.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if not rope:
@@ -185,8 +185,7 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
         rope = rope.get(kind) or next((values for values in rope.values() if isinstance(values, dict)), {})
     if "rope_theta" not in rope:
         raise InputError(
-            f"target: expected rotary positions, whose rope_theta rope_parameters have, found none in its config "
-            f"({config.model_type})"
+            f"target: expected a rope_theta in the config's rope_parameters, found none ({config.model_type})"
         )
     if (kind := rope.get("rope_type", "default")) not in FIXED:
         text = "target: %s has %s rotary positions; those of the heads have rope_theta %g alone"
@@ -200,7 +199,7 @@ def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str,
     layers = target.config.get_text_config().per_layer_config
     text, (vocab_size, hidden_size) = layers[-1], head_of(target).weight.shape
     inner = getattr(text, "intermediate_size", None) or 4 * hidden_size
-    # A target without attention, such as Mamba, has other heads or none: ours then have a width of our own.
+    # A target without attention, such as Mamba, has no head width to copy: ours is `HEAD`.
     attends = getattr(text, "num_attention_heads", None) is not None
     heads = text.num_attention_heads if attends else max(1, hidden_size // HEAD)
     return {
@@ -272,7 +271,7 @@ class DraftingHeads(PreTrainedModel):
     def check_tokens(self, field: str, stored: Mapping[str, Tensor] | None = None) -> None:
         """Raise an InputError that names the field unless the ids that they may draft are distinct and below V.
 
-        `stored` has all tensors of their file, if it is another tool's.
+        For another tool's file `stored` has all of its tensors, for subclasses that check some of them.
         """
         ids = self.token_map
         if ids is not None and ids.device.type != "meta":
@@ -336,13 +335,13 @@ def check_ids(ids: Tensor, vocab_size: int, field: str) -> None:
 
 
 def check_named(ids: Tensor, t2d: Tensor, field: str) -> None:
-    """Raise an InputError if `t2d`, (V,) bool, names other tokens than the ids of a draft vocabulary."""
+    """Raise an InputError unless `t2d`, (V,) bool, is true at the ids of a draft vocabulary alone."""
     if not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
         raise InputError(f"{field}: expected the tokens that t2d names, found others")
 
 
 def drop_whole_maps(directory: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Drop the maps that other tools store with a whole vocabulary; an InputError if they don't map an id to itself."""
+    """Drop `d2t` and `t2d` of a whole vocabulary, which other tools store; InputError unless they are the identity."""
     if config.draft_vocab_size == config.vocab_size and (d2t := tensors.pop("d2t", None)) is not None:
         if d2t.any():
             raise InputError(f"{directory}: expected a d2t of zeros with the whole vocabulary, found another")
@@ -351,8 +350,8 @@ def drop_whole_maps(directory: Path, config: Any, tensors: dict[str, Tensor]) ->
 
 def check_distances(d2t: Tensor, field: str) -> None:
     """Raise an InputError if `d2t`, (D,), holds ids in place of distances; for files without a `t2d`."""
-    # Between neighbouring ids the distance stays the same, and each useful vocabulary has such neighbours.
-    if len(d2t) >= FEW and bool((d2t.diff() > 0).all()):
+    # Distances are equal where ids are consecutive, as some are in each useful vocabulary.
+    if len(d2t) >= MIN_IDS and bool((d2t.diff() > 0).all()):
         raise InputError(
             f"{field}: expected each id's distance to its place, found numbers that always grow, as ids do"
         )

@@ -327,8 +327,8 @@ class FeatureTrainer(HeadsTrainer):
         return model(inside=steps)  # type: ignore[no-any-return]
 
     @property
-    def ends(self) -> list[nn.Module]:
-        """None: the language-model head is not trained."""
+    def adamw_modules(self) -> list[nn.Module]:
+        """No module: the language-model head is not trained."""
         return []
 
     def target_states(self, inputs: dict[str, Any]) -> TargetStates:
@@ -352,10 +352,10 @@ class FeatureTrainer(HeadsTrainer):
 def states_of_steps(
     heads: Any, target_states: TargetStates, position_ids: Tensor | None, indices_N: Tensor, num_steps: int
 ) -> list[Tensor]:
-    """Return each step's inputs of the head at positions c of the flat batch, (N, H); undefined if it learns nothing.
+    """Return the head's input of each step for N positions c of the flat batch, (N, H).
 
-    Step k guesses token c + 1, in the round that begins at c − 1 − k. In packed rows `position_ids`, (B, T), are the
-    positions; without them each row is one text.
+    Step k guesses token c + 1, in the round that begins at c − 1 − k, and is undefined where no round begins there. In
+    packed rows `position_ids`, (B, T), are the positions; without them each row is one text.
     """
     length = target_states.hidden.shape[1]
     positions = torch.arange(length, device=indices_N.device)[None] if position_ids is None else position_ids

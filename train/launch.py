@@ -112,8 +112,8 @@ class TrainingRun(ABC, Generic[Config]):
     """The frozen target; with a cache of features its ends alone, with one of distributions None."""
     cached: SampleIndex | None = None
     """The index of the teacher caches, which replace the target's forwards; None without any."""
-    kept: StateCache | None = None
-    """The memory of the target's states; None computes them each time."""
+    state_cache: StateCache | None = None
+    """The target's states of texts that it has read; None computes them each time."""
 
     def __init__(self, config: Config):
         """Read the target's tokenizer and config."""
@@ -135,7 +135,7 @@ class TrainingRun(ABC, Generic[Config]):
                 require_packing(packed, field, args.per_device_train_batch_size)
             self.data = pack(self.data, int(config.max_length or 0), by_source=bool(config.source_weights))
         trainer = self.make_trainer(model)
-        trainer.kept = self.kept
+        trainer.state_cache = self.state_cache
         if self.cached is not None:
             self.cached.feed(trainer)
         run_training(trainer, lambda output: self.finish(trainer, output))

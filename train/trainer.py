@@ -57,17 +57,17 @@ READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_leng
 class RecipeTrainer(SavingTrainer, ABC):
     """`transformers.Trainer` with a frozen target, whole checkpoints, and errors that name the samples.
 
-    A loss is a sum over the completion tokens of a part ÷ the token count of the global batch. Parts and processes with
-    unequal token counts thus weigh by their tokens, and the split of a batch does not change its loss.
+    A loss is a sum over the completion tokens of a micro-batch ÷ the token count of the global batch. Micro-batches and
+    processes thus weigh by their tokens, and the split of a batch does not change its loss.
     """
 
     ahead = 0
-    """The tokens past the next one that a position learns."""
+    """How many tokens after the next one a position also learns: K − 1 where it has K labels."""
     objective: Objective
     vocabulary: LossVocabulary
     cut: CutVocabulary | None
-    kept: StateCache | None = None
-    """The memory of the target's states for later epochs and other trainings; None computes them each time."""
+    state_cache: StateCache | None = None
+    """The target's states for later epochs and other trainings; None computes them each time."""
     needs_host_arrays = False
     """Whether batches also keep their arrays on the host, to plan computations without a device synchronisation."""
 
@@ -115,7 +115,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         quantization = quantization_of(target_config) or quantization_of(stored_config)
         self.teacher = teacher_in_words(quantization, None if target is None else target.dtype)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
-        """None with a teacher cache. The head and embeddings are those of `target_ends`, which a cache may have."""
+        """None with a teacher cache; `target_ends` has the target's embeddings and head, if the cache has them."""
         placed = config.target_sharded or config.target_device or config.target_quantization
         if self.target is not None and not placed:
             self.target.to(self.args.device)
@@ -123,19 +123,19 @@ class RecipeTrainer(SavingTrainer, ABC):
         self.clock = self.telemetry.clock
         # Makes the Trainer count the completion tokens of the global batch and pass the count to `compute_loss`.
         self.model_accepts_loss_kwargs = True
-        # The rows of the current step, a tensor for each part: reading their values would wait for the device.
+        # The rows of the current step, a tensor for each micro-batch: reading their values would wait for the device.
         self._step_samples: list[Tensor] = []
         self._step_loss = torch.zeros(())
         self._step_tokens: Tensor | int | None = None
         self._first_loss: FirstLoss | None = FirstLoss()  # None after the first step
-        # A rate that was chosen for AdamW is low for Muon: who gives one is told whose it is.
+        # A learning rate chosen for AdamW is too low for Muon, so a line names the optimizer that it applies to.
         if (not rate_given or (self.muon and config.optimizer == "auto")) and self.is_world_process_zero():
             name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
             print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
 
     @classmethod
     def without_data(cls, **parts: Any) -> Self:
-        """Return a trainer of these attributes that only computes losses, on tensors without data."""
+        """Return a trainer with these attributes that only computes losses, on fake tensors."""
         trainer = cls.__new__(cls)
         trainer.args, trainer.state = cast(Any, SimpleNamespace(device=torch.device("cpu"))), TrainerState()
         vars(trainer).update(parts)
@@ -166,15 +166,15 @@ class RecipeTrainer(SavingTrainer, ABC):
         return self.recipe.uses_muon(sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
-    def ends(self) -> Sequence[nn.Module] | None:
-        """The modules whose matrices Muon does not train; None for a language model's embeddings and head."""
+    def adamw_modules(self) -> Sequence[nn.Module] | None:
+        """The modules whose matrices Muon leaves to AdamW; None for a language model's embeddings and head."""
         return None
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Create Muon if the recipe uses it, or the optimizer of `training.optim`."""
         if self.optimizer is None and self.muon:
             module: Any = self.model
-            self.optimizer = MuonAdamW(module, self.args.learning_rate, self.args.weight_decay, self.ends)
+            self.optimizer = MuonAdamW(module, self.args.learning_rate, self.args.weight_decay, self.adamw_modules)
         return super().create_optimizer(model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -186,7 +186,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> DataSampler[Any] | None:
-        """Return our sampler where it is needed: to group by length, the library's would read all rows."""
+        """Return our sampler for source weights, and for lengths, which the library's would read from all rows."""
         grouped = self.args.train_sampling_strategy == "group_by_length"
         if not grouped and not self.recipe.source_weights:
             return super()._get_train_sampler(train_dataset)
@@ -214,7 +214,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Run a part's forward and backward pass; `_get_grad_norm` checks once a step that the loss is finite."""
+        """Run a micro-batch's forward and backward; `_get_grad_norm` checks once a step that the loss is finite."""
         self._step_samples.append(inputs["index"])
         with self.clock.phase("draft"):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -253,7 +253,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return a part's summed loss ÷ the token count of the global batch (of the part, if that is None)."""
+        """Return a micro-batch's summed loss ÷ the token count of the global batch (its own, if that is None)."""
         total = self.summed_loss(model, inputs)
         loss = total / (max(len(inputs["positions"][0]), 1) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -264,7 +264,7 @@ class RecipeTrainer(SavingTrainer, ABC):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, Tensor, Tensor]:
-        """Return each sample's replay sums in place of logits; they include its loss, to be averaged over tokens."""
+        """Return each sample's replay sums in place of logits; one is its summed loss, divided by the tokens later."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             sums = self.replay_sums(model, inputs, inputs["labels"][:, 1:] != IGNORED)
@@ -291,7 +291,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         return None if self.target is None else Work.of(self.target), self.trained_work()
 
     def work(self, positions: float, seen: float, tokens: float) -> float | None:
-        """Return the operations of some steps; None if a model's are not known."""
+        """Return the operations of some steps; `seen` is the sum over tokens of the tokens that each attends to."""
         teacher, student = self.works
         if student is None or (teacher is None and self.target is not None):
             return None
@@ -316,9 +316,9 @@ class RecipeTrainer(SavingTrainer, ABC):
             return last_hidden(self.target, **moved).to(self.args.device)
 
         with torch.no_grad(), self.clock.phase("teacher"):
-            if self.kept is None or "position_ids" in inputs:
+            if self.state_cache is None or "position_ids" in inputs:
                 return states_of(texts(inputs))
-            return self.kept.of(inputs, lambda ids: states_of({"input_ids": ids}))
+            return self.state_cache.of(inputs, lambda ids: states_of({"input_ids": ids}))
 
     @cached_property
     def target_head(self) -> OutputHead:

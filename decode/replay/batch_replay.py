@@ -1,4 +1,4 @@
-"""Replay of a batch of texts by one drafter, with a function for each kind of dependence of drafts on the text.
+"""Replay of a batch of texts by one drafter: a function for each way in which drafts depend on the text.
 
 Models run on the device without synchronisation. The results of all texts are copied to the host once and summed there.
 
@@ -31,18 +31,18 @@ class StartRounds:
 
 @dataclass(frozen=True)
 class Stretches:
-    """Sums over L stretches of a text, such as its parts, or the lengths of context at which its tokens are."""
+    """Sums over L stretches of a text: tokens with one label, such as a part of it or a range of context lengths."""
 
-    labels: np.ndarray  # the caller's number of each stretch, (L,), ascending
+    labels: np.ndarray  # the label of each stretch, (L,) int, ascending
     tokens: np.ndarray  # (L,)
     contexts: np.ndarray  # the contexts that the overlap was summed over, (L,)
     overlap: np.ndarray  # Σ over contexts of Σ_v min(p, q), (L,)
     rounds: dict[int, np.ndarray]
-    """The expected rounds that start there by draft length, then drafter and drafted tokens, (S, K + 1, L)."""
-    accepted: dict[int, np.ndarray]  # the expected accepted tokens there by draft length, then drafter, (S, L)
+    """For each γ, the expected rounds that start in it, by S drafters and 0 … K drafted tokens, (S, K + 1, L)."""
+    accepted: dict[int, np.ndarray]  # for each γ, the expected accepted tokens in it, by S drafters, (S, L)
 
     def within(self, labels: Sequence[int]) -> "Stretches":
-        """Return the stretches with these numbers."""
+        """Return the stretches with these labels."""
         kept = np.isin(self.labels, labels)
         return Stretches(
             self.labels[kept],
@@ -59,7 +59,7 @@ class BatchReplay:
     """The acceptance of a batch's texts by one drafter, from which the counts for every draft length follow."""
 
     acceptance: list[Tensor]
-    """For each text, the probability that a round from each token accepts that token, (N,); 0 if it drafts none."""
+    """For each text, the probability that a round that starts at a token accepts it, (N,); 0 if it drafts none."""
     overlaps: list[Tensor]
     """For each text, Σ_v min(p, q) = 1 − TV(p, q) of the contexts in which such a round drafts, (≤ N,)."""
     counts: Callable[[int], Sequence[Ratios]]  # (draft length) → a decoder's expected counts on each text
@@ -78,16 +78,16 @@ class BatchReplay:
         if self.rounds is None:
             return None
         rounds = {k: self.rounds(k) for k in draft_lengths}
-        starts = {k: _starts(texts, of_length) for k, of_length in rounds.items()}
+        starts = {k: _starts(texts, rounds_k) for k, rounds_k in rounds.items()}
         firsts, stretches = self.rounds(1), []
         for row, overlap in enumerate(self.overlaps):
-            names, label_N = np.unique(labels[row], return_inverse=True)
+            distinct, label_N = np.unique(labels[row], return_inverse=True)
             source_N = self.sources[row].numpy() if self.sources else np.zeros_like(label_N)
             overlap_N, in_context_N = (x.numpy() for x in overlap_by_start(overlap, firsts[row]))
-            summed = {k: _summed(of_length[row], starts[k][row], source_N, label_N) for k, of_length in rounds.items()}
+            summed = {k: _summed(rounds_k[row], starts[k][row], source_N, label_N) for k, rounds_k in rounds.items()}
             stretches.append(
                 Stretches(
-                    names,
+                    distinct,
                     np.bincount(label_N),
                     np.bincount(label_N, in_context_N),
                     np.bincount(label_N, overlap_N),
@@ -101,7 +101,7 @@ class BatchReplay:
 def overlap_by_start(overlap: Tensor, rounds: StartRounds) -> tuple[Tensor, Tensor]:
     """Return the overlap at each start, 0 where nothing is drafted, and the mask of contexts, (N,) each.
 
-    `overlap`, (≤ N,), is in a drafter's contexts, and some drafters leave the starts out at which they draft nothing.
+    `overlap`, (≤ N,), has an entry for each start, or for each at which something is drafted.
     """
     drafts_N = rounds.widths[:, 0] > 0
     if len(overlap) == len(drafts_N):
@@ -127,8 +127,8 @@ def _summed(
     for offset in range(min(n, a_NK.shape[1])):
         # The token at `offset` belongs to its own stretch, which need not be that of the round's start.
         reach_N = reach_N[: n - offset] * a_NK[: n - offset, offset]
-        found = _counted(reach_N, source_N[: n - offset], label_N[offset:])
-        accepted[: len(found), : found.shape[1]] += found
+        sums = _counted(reach_N, source_N[: n - offset], label_N[offset:])
+        accepted[: len(sums), : sums.shape[1]] += sums
     return by_size, accepted
 
 
@@ -188,8 +188,8 @@ def replay_by_start(
 def replay_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: list[Tensor]) -> BatchReplay:
     """Replay a tree of fixed shape at T=0 whose candidates also depend on where the round began.
 
-    `texts` are the ranks of their tokens among the drafter's logits, to at least the tree's depth and widths.
-    `overlaps` say for each context whether the drafter's first choice is the token, (≤ N,).
+    `texts` hold the rank of each token among the drafter's logits, to at least the tree's depth and widths.
+    `overlaps` are 1 in the contexts where the drafter's argmax is the token and 0 elsewhere, (≤ N,).
     """
     firsts = [torch.from_numpy(text.ranks[:, 0]) for text in texts]
     return BatchReplay(
@@ -207,8 +207,8 @@ def replay_by_ranks(
 ) -> BatchReplay:
     """Replay a tree of fixed shape at T=0 whose candidates depend only on the text before a token.
 
-    `ranks` are those of each text's tokens among the drafter's logits, (N,), as `ranks_of` returns them. `overlaps` say
-    for each context whether the drafter's first choice is the token, (N,).
+    `ranks` are those of each text's tokens among the drafter's logits, (N,), as `ranks_of` returns them. `overlaps` are
+    1 in the contexts where the drafter's argmax is the token and 0 elsewhere, (N,).
     """
     widths = [max(len(tree.children[node + 1]) for node in range(ROOT, len(tree)))] * tree.depth
     text_ranks, ranks, overlaps = [], on_host(*ranks), on_host(*overlaps)
@@ -243,7 +243,7 @@ DeterministicDrafts = Callable[[WrittenText, int], Sequence[tuple[Sequence[int],
 def replay_deterministic(
     texts: Sequence[WrittenText], distributions: Sequence[AtTokens] | None, vocab_size: int, drafts: DeterministicDrafts
 ) -> BatchReplay:
-    """Replay deterministic drafts: at any temperature, a round accepts the beginning that a draft shares with the text.
+    """Replay deterministic drafts: given the text, a round accepts the longest path of its draft that the text follows.
 
     `distributions` are the target's at each text's tokens; None at T=0.
     """
@@ -254,7 +254,7 @@ def replay_deterministic(
         hits_N = torch.tensor([float(token in siblings) for token, siblings in pairs])
         overlap_N = hits_N.clone()
         if distributions is not None:
-            # α is defined for one draft token: Σ min(p, q) of a q that is one-hot on the first child is p of it.
+            # α is defined for one drafted token x: where q is one-hot on x, the first child, Σ min(p, q) is p(x).
             for first, end in chunks(len(text), vocab_size):
                 starts = [start for start in range(first, end) if candidates[start]]
                 firsts = torch.tensor([candidates[start][0] for start in starts], dtype=torch.long)

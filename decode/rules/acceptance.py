@@ -27,19 +27,19 @@ class ByNode(Protocol[Value]):
     def __getitem__(self, index: int) -> Value: ...
 
 
-def accept_greedy(chosen: ByNode[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
+def accept_greedy(argmax: ByNode[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
     """Accept while the draft names the target's argmax: the exact rule at T=0, where p and q are one-hot.
 
-    `chosen` has the target's K + 1 argmax tokens, read only at the root and at accepted nodes. Returns the accepted
+    `argmax` has the target's K + 1 argmax tokens, read only at the root and at accepted nodes. Returns the accepted
     nodes, from the root's child down, and the token to emit after them.
     """
     path: list[int] = []
     node = ROOT
     while True:
-        wanted = chosen[node + 1]
-        node = next((child for child in tree.children[node + 1] if drafted[child] == wanted), ROOT)
+        token = argmax[node + 1]
+        node = next((child for child in tree.children[node + 1] if drafted[child] == token), ROOT)
         if node == ROOT:
-            return path, wanted
+            return path, token
         path.append(node)
 
 
@@ -59,7 +59,7 @@ def accept_exact(
     given. p must be finite.
 
     Args:
-        p: K + 1 of (V,); only those of the root and of accepted nodes are read.
+        p: K + 1 distributions (V,); only those at the root and at accepted nodes are read.
         q: the distribution that each node's token was drawn from, (K, V): for a later sibling q without the earlier
             siblings' tokens, renormalised; all zero where no token was left. None where the draft is deterministic (q
             one-hot); then siblings must be distinct.
@@ -69,7 +69,7 @@ def accept_exact(
         The accepted nodes, from the root's child down, and the token to emit after them, (1,).
     """
     root = p[0]
-    # One transfer for each kind of number that all nodes are tested with.
+    # Numbers for all nodes at once: one transfer to the host for q(x), and one for r.
     q_x = [1.0] * len(tree) if q is None else q.gather(1, drafted[:, None])[:, 0].tolist()
     if any(map(math.isnan, q_x)):
         warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
@@ -80,8 +80,8 @@ def accept_exact(
         rest, accepted = root if node == ROOT else p[node + 1], ROOT
         for child in tree.children[node + 1]:
             token = drafted[child]
-            # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where q had no
-            # token left for this sibling (q = 0), nothing was drawn.
+            # Strict: r can be 0, and even then a token with p = 0 must not pass. Where q had no token left for this
+            # sibling (q = 0), nothing was drawn.
             if q_x[child] > 0 and r[child] * q_x[child] < float(rest[token]):
                 accepted = child
                 break
@@ -125,12 +125,12 @@ def accept_exact_chains(
     rest_BV = p_BKV[rows, count_B]
     if drafted_BK.shape[1]:
         # The last token is a correction where a drafted token was rejected, and a bonus after a whole chain.
-        at_B = count_B.clamp(max=drafted_BK.shape[1] - 1)
-        rejected_B = (count_B < drafted_BK.shape[1]) & (r_BK[rows, at_B] < 1)
+        end_B = count_B.clamp(max=drafted_BK.shape[1] - 1)
+        rejected_B = (count_B < drafted_BK.shape[1]) & (r_BK[rows, end_B] < 1)
         if q_BKV is None:
-            q_BV = torch.zeros_like(rest_BV).scatter_(1, drafted_BK[rows, at_B, None], 1.0)
+            q_BV = torch.zeros_like(rest_BV).scatter_(1, drafted_BK[rows, end_B, None], 1.0)
         else:
-            q_BV = q_BKV[rows, at_B].nan_to_num(nan=0.0)
+            q_BV = q_BKV[rows, end_B].nan_to_num(nan=0.0)
         rest_BV = torch.where(rejected_B[:, None], residual_rows(rest_BV, q_BV), rest_BV)
     return count_B, draw_rows(rest_BV, u_B)
 
@@ -138,10 +138,10 @@ def accept_exact_chains(
 def accept_siblings(
     p_M: Floats, q_M: Floats | None, indices: Sequence[int], r: Sequence[float]
 ) -> tuple[int | None, Floats]:
-    """Return `accept_exact` among the siblings of one node, on the M tokens that q supports (or the draft names).
+    """Return `accept_exact` among the siblings of one node, on M tokens: the support of q, or the drafted tokens.
 
     Args:
-        p_M: the target's probabilities of these tokens; the other tokens, which never change, have the rest of 1.
+        p_M: the target's probabilities of these tokens; all other tokens keep theirs, 1 − Σ p_M together.
         q_M: the distribution that the first sibling was drawn from; None where the draft is deterministic.
         indices: each sibling's index among the M tokens.
         r: uniform on [0, 1), for each sibling.
@@ -150,8 +150,8 @@ def accept_siblings(
         The accepted sibling, or None, and the residual of these tokens on the scale of `p_M`, (M,).
     """
     p_M = p_M.astype(np.float64)
-    # Probabilities outside the support keep their ratio, so p and q are not renormalised: `mass` is what remains of
-    # p, and `q_mass` of q, from which earlier siblings are removed.
+    # p and q are not renormalised after a rejection. `mass` is the sum of p over all tokens, and `q_mass` that of q
+    # without the earlier siblings.
     outside = max(0.0, 1.0 - float(p_M.sum()))
     mass, q_mass = 1.0, 1.0
     for i, index in enumerate(indices):

@@ -308,6 +308,6 @@ class BlockTrainer(FeatureTrainer):
         return None if self.config.anchors else work_of_blocks(self.heads, 1 / SHARE)
 
     @property
-    def ends(self) -> list[nn.Module]:
+    def adamw_modules(self) -> list[nn.Module]:
         """The head that adds logits: its maps have a vocabulary's size."""
         return [head for head in (self.heads.side_head,) if head is not None]

@@ -311,22 +311,22 @@ class EagleHeads(FeatureHeads):
     ) -> Callable[[int, int, int], Iterator[Tensor]]:
         """Return (begin, end, K) → the head's inputs in the steps of the rounds that begin at these positions.
 
-        Later steps of the last rounds are left out. Arguments are those of `unroll`.
+        A later step has no entry for rounds that would pass the last position. Arguments are those of `unroll`.
         """
         length, query_heads = embeddings.shape[1], self.config.num_attention_heads
         rounds = Rounds(None if texts is None else same_text(texts), self.config.window_of(0))
         whole = self.step(embeddings, self.fuse(features), positions, rounds.after([], query_heads))
 
         def steps(begin: int, end: int, num_steps: int) -> Iterator[Tensor]:
-            states, seen = whole.states[:, begin:end], [whole.own]
+            states, keys_values = whole.states[:, begin:end], [whole.own]
             yield whole.hidden[:, begin:end]
             for k in range(1, num_steps):
-                last = max(begin, min(end, length - k))
-                attend = rounds.after(seen, query_heads, first=begin)
-                inputs = embeddings[:, begin + k : last + k], states[:, : last - begin]
-                step = self.step(*inputs, positions[:, begin + k : last + k], attend)
+                stop = max(begin, min(end, length - k))
+                attend = rounds.after(keys_values, query_heads, first=begin)
+                inputs = embeddings[:, begin + k : stop + k], states[:, : stop - begin]
+                step = self.step(*inputs, positions[:, begin + k : stop + k], attend)
                 states = step.states
-                seen.append(step.own)
+                keys_values.append(step.own)
                 yield step.hidden
 
         return steps

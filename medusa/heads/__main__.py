@@ -144,13 +144,13 @@ class MedusaPlan(HeadsPlan):
         return {"the target as it was: weights in float32, whole": 4.0 * Weights.of(self.target).all}
 
 
-def train_heads(config: MedusaTrainingConfig, kept: StateCache | None = None) -> MedusaTrainer:
+def train_heads(config: MedusaTrainingConfig, state_cache: StateCache | None = None) -> MedusaTrainer:
     """Train as the config says; the heads are in `config.training.output_dir` when this returns.
 
-    Where the target's states are `kept`, no text needs a second forward of it.
+    With a `state_cache` of the target no text needs a second forward of it.
     """
     run = MedusaRun(config)
-    run.kept = kept
+    run.state_cache = state_cache
     return run.train()  # type: ignore[return-value]
 
 

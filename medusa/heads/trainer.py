@@ -194,7 +194,7 @@ class MedusaTrainer(HeadsTrainer):
         return None if backbone is None else replace(backbone, head=backbone.head + maps.head)
 
     @property
-    def ends(self) -> list[LMHead]:
+    def adamw_modules(self) -> list[LMHead]:
         """The heads' language-model heads."""
         return self.heads.all_lm_heads
 

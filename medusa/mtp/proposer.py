@@ -66,13 +66,13 @@ class MtpProposer(FeatureProposer):
     def logits_of(self, target: PreTrainedModel, text: WrittenText, depth: int) -> LogitsOfRounds:
         """Return the logits by start and step, from one target forward and the steps of all rounds at once.
 
-        After a prompt of P tokens, the round from s ≥ 1 begins at position P + s − 2, the last one with a state, which
-        sees x_{s−1}. Its step j guesses x_{s+j} from the text's own tokens.
+        After a prompt of P tokens, the round from s ≥ 1 drafts x_s, x_{s+1}, … It begins at position P + s − 2, the
+        last with a state, and also sees x_{s−1}. Its step j guesses x_{s+j} after the text's own tokens.
         """
         if len(text) < 2:  # nothing is drafted
             return lambda first, end: iter(())
         heads, ids_1T = self.heads, text.sequence[None].to(target.device)
-        # The last position that guesses a token of the text is at its last token but two.
+        # The round that drafts the text's last token begins two positions before it: no later state is needed.
         with collect_features(target, heads.layer_ids) as features, fixed_packing(False):
             decoder_of(target)(input_ids=ids_1T[:, :-2], use_cache=False)
             states = heads.fuse(features.pop().to(heads.device, heads.dtype))

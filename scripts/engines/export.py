@@ -22,7 +22,7 @@ from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
-"""`--verify` decodes prompts from the standard library: their number and most tokens, and those written to each."""
+"""`--verify` decodes prompts from the standard library: how many, the most tokens of each, and its new tokens."""
 
 
 def check(config: ExportConfig) -> None:
@@ -37,7 +37,7 @@ def check(config: ExportConfig) -> None:
 
 
 def export(config: ExportConfig) -> list[str]:
-    """Export or import, and return the lines to print: comments, and as the last other line the serving command."""
+    """Export or import, and return the lines to print; the last one that is no comment (#) is the launch line."""
     if config.import_from is not None:
         return foreign_kind(config.import_from).import_from(config, config.import_from)
     kind, path = drafter_of(config)

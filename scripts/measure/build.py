@@ -106,7 +106,7 @@ def measured_report(measured: Measured) -> report.Report:
 
 def recommend(measured: Measured) -> report.Recommendation:
     """Return the recommendation as if every sampled text's distribution had been tested."""
-    return partial(*_verdict(measured, _runs(measured), require_law=False), measured.failures)[1]
+    return partial(*_verdict(measured, _runs(measured), require_test=False), measured.failures)[1]
 
 
 def _observations(measured: Measured) -> Observations:
@@ -126,13 +126,13 @@ def _runs(measured: Measured) -> list[report.Run]:
     return [_run(measured, *key) for key in measured.observations if key[2] != Method()]
 
 
-def _verdict(measured: Measured, runs: Sequence[report.Run], require_law: bool = True) -> Verdict:
+def _verdict(measured: Measured, runs: Sequence[report.Run], require_test: bool = True) -> Verdict:
     config, gate = measured.config, None
     level = intervals.confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
     gains = {run.key: _gain(measured, run.temperature, Method(*run.key[:2]), level) for run in runs}
     if config.min_speedup is not None or config.min_gain is not None:
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
-    return judge_runs(runs, _observations(measured), gains, gate, config.confidence, require_law)
+    return judge_runs(runs, _observations(measured), gains, gate, config.confidence, require_test)
 
 
 def _run(measured: Measured, temperature: float, batch_size: int, method: Method) -> report.Run:

@@ -33,14 +33,14 @@ Configuration = tuple[str, int]
 Rivals = Mapping[Configuration, Sequence[Run]]
 """The configurations that the best one was chosen among, with their runs."""
 Gains = Mapping[tuple[str, int, int, float], Estimate | None]
-"""The gain of τ over the stock draft by `Run.key`, with its interval at the level of each."""
+"""The gain of τ over the stock draft by `Run.key`, with an interval at the level for a single run."""
 Demands = Mapping[str, Callable[[Run], Sequence[str]]]
-"""The requirements of a run to pass: by name a function that returns the reasons why it does not."""
+"""Requirements on a run, by name: each function returns the reasons why a run does not meet it."""
 SPEEDUP, GAIN, TEXT = "speed-up above", "gain of τ over the stock draft", "lossless text"
 """The beginnings of demands on the speed and the gain, and the demand on the text."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
-"""Factor on the prompts that would just exclude zero at 95 %, for doing so in 80 % of cases."""
+"""Factor from the prompts with which a 95 % interval just excludes zero to those that give a power of 80 %."""
 
 
 def more_prompts(difference: Estimate, prompts: int) -> int | None:
@@ -100,7 +100,7 @@ class Best:
     runs: Sequence[JudgedRun]
     slowest: Run
     speedup: Estimate
-    """The slowest run's speed-up, without the luck of the best."""
+    """The speed-up of `slowest`, corrected for the choice of the best (the winner's curse)."""
 
     @property
     def parts(self) -> dict[str, list[str]]:
@@ -130,11 +130,11 @@ def best_of(judged: Sequence[JudgedRun], observations: Observations, count: int)
     passes = {c: not any(map(any, (entry.failures.values() for entry in runs))) for c, runs in by_configuration.items()}
     slowest = {c: min((entry.run for entry in runs), key=_speed) for c, runs in by_configuration.items()}
     best = max(by_configuration, key=lambda c: (passes[c], _speed(slowest[c])))
-    # The best was the fastest among those that gain and text rule out if they rule it out, and allow if they allow it:
-    # its luck is removed among these. A distribution that was not tested rules nothing out.
+    # Barred configurations compete only with barred ones, and the others only with each other: the correction is over
+    # the best one's rivals. A distribution that was not tested bars nothing.
     barred = {c: any(entry.barred for entry in runs) for c, runs in by_configuration.items()}
-    alike = {c: [entry.run for entry in runs] for c, runs in by_configuration.items() if barred[c] == barred[best]}
-    return Best(by_configuration[best], slowest[best], _unbiased(slowest[best], alike, observations, count))
+    rivals = {c: [entry.run for entry in runs] for c, runs in by_configuration.items() if barred[c] == barred[best]}
+    return Best(by_configuration[best], slowest[best], _unbiased(slowest[best], rivals, observations, count))
 
 
 def judge(
@@ -152,9 +152,9 @@ def judge(
     passes in all settings, because a server is started with one.
 
     Args:
-        demands: the speed-up's first; their intervals hold together for all runs.
-        say: a sentence on a run's speed-up without its full stop, from both and the setting in words.
-        at_once: the batch size in words.
+        demands: the one on the speed-up first; the intervals of all runs hold together (Bonferroni).
+        say: (run, speed-up, the setting in words) → a sentence without its full stop.
+        at_once: how sentences name the batch size.
     """
     level = intervals.confidence_of_each(confidence, len(runs))
     judged = []
@@ -175,7 +175,7 @@ def judge(
     verdicts = []
     for setting in settings:
         best = best_in(setting)
-        reason = f"{sentence(best)}." if not best.failures else _unshown(best, sentence(best))
+        reason = f"{sentence(best)}." if not best.failures else _why_not(best, sentence(best))
         key = best.slowest.key[:2]
         verdicts.append(SettingVerdict(*setting, not best.failures, reason, *key, best.speedup, best.departs))
     # One configuration for all settings, which need not be the best of any single one.
@@ -193,7 +193,7 @@ def judge(
         losing_reason = next(verdict.reason for verdict in verdicts if not verdict.go)
         reason = f"Deploy where it pays: {where}. {losing_reason}"
     elif gate is None:
-        reason = f"Don't deploy. As measured, {_unshown(best, sentence(best))}"
+        reason = f"Don't deploy. As measured, {_why_not(best, sentence(best))}"
     else:
         reason = f"Don't deploy: {best.failures[0]}."
     return gate, Recommendation(
@@ -225,7 +225,7 @@ def partial(
     return gate, replace(recommendation, go=False, reason=reason, settings=verdicts)
 
 
-def _unshown(best: Best, sentence: str) -> str:
+def _why_not(best: Best, sentence: str) -> str:
     """Return why the best configuration does not pass, with its speed-up unless its gain or text rules it out."""
     what, slow = next(iter(best.parts.items()))
     if slow and what.startswith(SPEEDUP) and best.speedup.ci95 is not None and not any(e.barred for e in best.runs):
@@ -239,7 +239,7 @@ def judge_runs(
     gains: Gains,
     gate: Gate | None,
     confidence: float,
-    require_law: bool = True,
+    require_test: bool = True,
 ) -> tuple[Gate | None, Recommendation]:
     """Return the judged gate of decoded runs, if there is one, and the recommendation.
 
@@ -249,7 +249,7 @@ def judge_runs(
     choose it.
 
     `gains` has intervals at `confidence_of_each(confidence, …)` of the candidates.
-    `require_law` recommends no run whose text was sampled without a test of its distribution.
+    `require_test` recommends no run whose text was sampled without a test of its distribution.
     """
     min_speedup, min_gain = (None, None) if gate is None else (gate.min_speedup, gate.min_gain)
     least, may_be_deployed = 1.0 if min_speedup is None else min_speedup, candidates(runs, min_gain)
@@ -272,7 +272,7 @@ def judge_runs(
     demands = {f"{SPEEDUP} {least:g}": slow}
     if min_gain is not None:
         demands[f"{GAIN} above {min_gain:g}"] = gains_less
-    demands[TEXT] = lambda run: _departs(run, require_law)
+    demands[TEXT] = lambda run: _departs(run, require_test)
 
     def say(run: Run, speedup: Estimate, where: str) -> str:
         times = intervals.format_estimate(speedup, spread="interval")
@@ -312,15 +312,15 @@ def _speed(run: Run) -> float:
     return next((e.value for e in (run.speedup, run.alpha) if e is not None and e.value is not None), 0.0)
 
 
-def _unbiased(run: Run, alike: Rivals, observations: Observations, count: int) -> Estimate:
-    """Return the speed-up of a run of the best configuration without the luck of the best of `count` runs."""
-    by_setting = {c: {rival.setting: rival for rival in runs} for c, runs in alike.items()}
-    rivals = {configuration: runs for configuration, runs in by_setting.items() if run.setting in runs}
+def _unbiased(run: Run, rivals: Rivals, observations: Observations, count: int) -> Estimate:
+    """Return the speed-up of the best configuration's run, corrected for the choice; `count` runs share the level."""
+    by_setting = {c: {rival.setting: rival for rival in runs} for c, runs in rivals.items()}
+    by_setting = {c: runs for c, runs in by_setting.items() if run.setting in runs}
     bounds = bounds_of(run, observations, intervals.confidence_of_each(0.95, count))
     value = None
-    if len(rivals) > 1:
+    if len(by_setting) > 1:
         times = {
-            c: {s: Timed.of(*_pair(rival, observations)) for s, rival in runs.items()} for c, runs in rivals.items()
+            c: {s: Timed.of(*_pair(rival, observations)) for s, rival in runs.items()} for c, runs in by_setting.items()
         }
         value = held_out_speedup(times, run.setting)
     value = run.speedup.value if value is None else value
@@ -363,11 +363,11 @@ def _below(what: str, estimate: Estimate, unit: str, least: float, confidence: f
     return [f"{what} must exceed {least:g} with {_level(confidence)}, and is {words} for {_where(run)}"]
 
 
-def _departs(run: Run, require_law: bool) -> list[str]:
+def _departs(run: Run, require_test: bool) -> list[str]:
     """Return why a run's text is not known to be the target's."""
     if run.lossless.passed is False:
         return [f"the text is not the target's, for {_where(run)}: {run.lossless.reason}"]
-    if require_law and run.temperature > 0 and not run.lossless.checked:
+    if require_test and run.temperature > 0 and not run.lossless.checked:
         return [f"the distribution of the text was not tested, for {_where(run)}: {run.lossless.reason}"]
     return []
 

@@ -74,7 +74,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_samples_packed_or_not(pipeline, u
 def test_turns_apart_are_not_drafted_across(pipeline, untrained, case):
     """Labels in two stretches, as given conversations have: losses and counts are the sums of each stretch's."""
     trainer = untrained(case)
-    trainer.config.prompt_loss = False
+    trainer.recipe.prompt_loss = False
     (sample,) = list(training_examples([str(pipeline / "long")]))[:1]
     labels, tokens = sample["labels"], torch.tensor(100)
     start = sum(label == IGNORED for label in labels)
@@ -98,7 +98,7 @@ def test_a_text_too_short_for_any_guess_is_no_loss(pipeline, untrained, case):
     for length in (3, 2):
         ids = some_samples(pipeline)[0]["input_ids"][:length]
         short = {"input_ids": ids, "labels": [IGNORED] * (length - 1) + ids[-1:], "index": 0}
-        if trainer.config.prompt_loss and length == 3:  # of which two are learned
+        if trainer.recipe.prompt_loss and length == 3:  # of which two are learned
             continue
         loss = trainer.compute_loss(trainer.model, batch_of(trainer, [short]))
         loss.backward()
@@ -141,7 +141,7 @@ def test_a_drafter_learns_and_what_is_measured_is_replay(sharp, pipeline, tokeni
     rows = list(training_examples([sharp[1]]))
     texts = [torch.tensor(row["input_ids"]) for row in rows]
     prompts = [sum(label == IGNORED for label in row["labels"]) for row in rows]
-    length = trainer.config.draft_length if recipe == "draft" else trainer.count
+    length = trainer.recipe.draft_length if recipe == "draft" else trainer.count
     spec = DrafterSpec("parallel_draft" if case == "parallel" else recipe, str(tmp_path), draft_lengths=[length])
     pair = load_pair(sharp[0], tokenizer, [spec], "float32")
     replay = replay_acceptance(pair.target, pair.drafter.proposer, texts, prompts, [length])

@@ -11,6 +11,7 @@ state follows its next round for all runs. The probability of a text is a sum of
 """
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +24,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from draftsmith.decode import Exact, Proposer, speculative_generate
-from draftsmith.decode.proposers import draft_model, draft_tree, unigram
-from draftsmith.decode.rules import Rule, acceptance, judged, verification
-from draftsmith.decode.rules import rule as rules
-from draftsmith.distill.parallel import proposer as parallel_drafts
+from draftsmith.decode import Exact, Proposer, sampling, speculative_generate
+from draftsmith.decode.rules import Rule
 
 Text = tuple[int, ...]
 State = tuple[Text, tuple[Any, ...]]
 """The new tokens, and of each round how many tokens were drafted and which nodes were accepted."""
 START: State = ((), ())
-MODULES = (acceptance, draft_model, draft_tree, judged, parallel_drafts, rules, unigram, verification)
 TICKET = 2.0**-24  # tickets are multiples of it, which float32 has too
 MARGIN = 1e-6  # how near to the ends of an interval its numbers lie, as a share of it
 NOTHING = 1e-14  # what has p = q is rejected with a probability that is rounding
@@ -178,7 +175,9 @@ class Oracle:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Tickets, "oracle", self, raising=False)
             patch.setattr(torch, "rand", self._rand(torch.rand))
-            for module in MODULES:
+            # All modules that draw, also the proposer of a new kind.
+            ours = [module for name, module in sys.modules.items() if name.startswith("draftsmith.")]
+            for module in (module for module in ours if module is not sampling):
                 for name in ("draw", "draw_rows", "draw_siblings", "accept_siblings", "accept_exact_chains"):
                     if hasattr(module, name):
                         patch.setattr(module, name, getattr(self, f"_{name}")(getattr(module, name)))

@@ -58,17 +58,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024) is defined for two-dimensional hidden weights. Its updates are scaled to AdamW's root mean
     square (Liu et al. 2025, section 2.2), so that one learning rate and one schedule serve both halves. A scheduler
-    that writes `param_groups` drives both, since they are shared. `ends` are the modules whose matrices AdamW trains,
-    by default the model's embeddings and head.
+    that writes `param_groups` drives both, since they are shared. `adamw_modules` are those whose matrices AdamW
+    trains, by default the model's embeddings and head.
     """
 
-    def __init__(self, model: PreTrainedModel, lr: float, weight_decay: float, ends: Sequence[nn.Module] | None = None):
-        if ends is None:
-            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-        embeddings = {id(p) for end in ends for p in end.parameters()}
+    def __init__(
+        self, model: PreTrainedModel, lr: float, weight_decay: float, adamw_modules: Sequence[nn.Module] | None = None
+    ):
+        if adamw_modules is None:
+            adamw_modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+        adamw_ids = {id(p) for module in adamw_modules for p in module.parameters()}
         parameters = [p for p in model.parameters() if p.requires_grad]
         # A matrix of one row, such as a confidence head's, is a vector.
-        matrices = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and id(p) not in embeddings]
+        matrices = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and id(p) not in adamw_ids]
         muon_ids = {id(p) for p in matrices}
         rest = [p for p in parameters if id(p) not in muon_ids]
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})

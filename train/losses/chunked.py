@@ -6,7 +6,8 @@ the head. It takes the same matrix products as the eager loss, each once, and ne
 A training loss runs like this: the trainer's `compute_loss` calls the model with `inside=…` (see `open_forward`), which
 calls `chunked_objective`; `_ChunkedSum` walks the chunks, and `Objective.features` compares p and q.
 
-Shape suffixes: N positions, H hidden, V vocabulary, K features of a position; of a chunk C positions, of a part P.
+Shape suffixes: N positions, H hidden, R input of a side map, V vocabulary, K features; C positions of a chunk, P of
+a part (`ChunkSizes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -134,8 +135,8 @@ def chunked_objectives(
 ) -> Tensor:
     """Return the weighted sum of an objective over several heads that learn from the same p and labels.
 
-    A learner is its hidden states (N, H), its head (several may share one), the positions that count, (N,) of 0 and 1,
-    and the weight of its sum. `teacher` is None for an objective that needs no target.
+    A learner is its hidden states (N, H), its head (several may share one), the mask of the positions that count, (N,)
+    of 0 and 1, and the weight of its sum. `teacher` is None for an objective that needs no target.
     """
     weighted = [(states_NH, head, weight * counts_N[:, None]) for states_NH, head, counts_N, weight in learners]
     return _chunked(objective.features, labels_N, weighted, teacher, sizes)[0]
@@ -154,7 +155,7 @@ def chunked_sum(
 
     The sum is a float32 scalar that can be differentiated once, to `hidden_NH` and the head; the features, (N, K), have
     no gradients. `features` must be differentiable in q's logits, position by position. The weights are constants, None
-    if nobody needs the sum. Without a teacher, the features must ignore p and get q's logits for it.
+    if nobody needs the sum. Without a teacher `features` gets q's logits in place of p, and must ignore them.
     """
     return _chunked(features, labels_N, [(hidden_NH, head, weights_NK)], teacher, sizes)
 
@@ -172,7 +173,7 @@ def chunked_features(
 
 
 class _Learner(NamedTuple):
-    """A head of a chunked sum; the tensors that get gradients are given by their index among the sum's tensors."""
+    """A head of a chunked sum; the int fields are indices into the sum's tensors, those that may get gradients."""
 
     head: OutputHead
     weights_NK: Tensor | None
@@ -182,7 +183,7 @@ class _Learner(NamedTuple):
     side_weight: int | None
 
     def maps(self, tensors: Sequence[Tensor], *rows: Tensor | None) -> list[tuple[Any, ...]]:
-        """Return each linear map's index, and the columns of `rows`, (C, H + R), that this map reads."""
+        """Return for each linear map the index of its weight, and its columns of each of `rows`, (C, H + R)."""
         if self.side_weight is None:
             return [(self.weight, *rows)]
         at = [tensors[self.weight].shape[1]]
@@ -241,9 +242,9 @@ class _ChunkedSum(torch.autograd.Function):
         operands = [tensor.to(dtype) for tensor in tensors]
         # Gradients of weights add up over chunks in float32: half precision would lose small terms of a long sum.
         # Each position is in one chunk only, so gradients of states keep their own dtype.
-        wide, states = torch.promote_types(head_dtype, torch.float32), {learner.states for learner in learners}
+        wide_dtype, states = torch.promote_types(head_dtype, torch.float32), {learner.states for learner in learners}
         gradients = [
-            torch.zeros(tensor.shape, dtype=tensor.dtype if index in states else wide, device=tensor.device)
+            torch.zeros(tensor.shape, dtype=tensor.dtype if index in states else wide_dtype, device=tensor.device)
             if needed
             else None
             for index, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[5:], strict=True))
@@ -262,8 +263,8 @@ class _ChunkedSum(torch.autograd.Function):
                     b_V = None if learner.bias is None else operands[learner.bias]
                     # This buffer holds the logits first; the loop over parts overwrites them with their gradients.
                     g_CV = torch.nn.functional.linear(maps[0][1], operands[learner.weight], b_V)
-                    for place, h_CR, _ in maps[1:]:
-                        g_CV.addmm_(h_CR, operands[place].T)
+                    for index, h_CR, _ in maps[1:]:
+                        g_CV.addmm_(h_CR, operands[index].T)
                     for part in sizes.parts(len(g_CV), vocab_size):
                         with torch.set_grad_enabled(learns):
                             # A leaf: autograd sees the loss of this part alone, not the matrix product before it.
@@ -279,13 +280,13 @@ class _ChunkedSum(torch.autograd.Function):
                             total += loss.detach()
                             if learns:
                                 g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
-                        # Names would keep this part's graph alive while the next part is computed.
+                        # Without this they would keep the part's graph alive while the next part is computed.
                         del raw_PV, logits_PV, p, values_PK, loss
                     # The backward of the linear maps, by hand: G W to the states, Gᵀ H to the weights.
-                    for place, h_CH, chunk_gradient in maps:
+                    for index, h_CH, chunk_gradient in maps:
                         if chunk_gradient is not None:
-                            chunk_gradient += g_CV @ operands[place]
-                        if (weight_gradient := gradients[place]) is None:
+                            chunk_gradient += g_CV @ operands[index]
+                        if (weight_gradient := gradients[index]) is None:
                             continue
                         if weight_gradient.dtype == dtype:  # add in place: no second tensor of the weight's size
                             torch.addmm(weight_gradient, g_CV.T, h_CH, out=weight_gradient)

@@ -101,10 +101,11 @@ class Objective:
             return total_N[:, None]
         pair = DistributionPair(self, p, q_logits_NV)
         # Terms that need q > 0 wherever p > 0: q is not warped.
+        parameter = {name: parameter_of(name, self.beta, self.alpha, self.eta) for name in self.terms}
         for name in self.terms:
             if name in DIVERGENCES and name not in BOUNDED:
                 log_p_NE, log_q_NE = pair.in_acceptance() if name in ACCEPTANCE else pair.among_drafted()
-                value_N = DIVERGENCES[name](log_p_NE, log_q_NE, parameter_of(name, self.beta, self.alpha, self.eta))
+                value_N = DIVERGENCES[name](log_p_NE, log_q_NE, parameter[name])
                 total_N = total_N + self.terms[name] * pair.where_possible(value_N)
         # Terms that compare p and q as decoding does: both are warped.
         for name in [name for name in BOUNDED if name in self.terms]:
@@ -112,7 +113,7 @@ class Objective:
                 kl_N = pair.where_possible(forward_kl(*pair.among_drafted()))
                 value_N = lk_blend(kl_N, tvd(*pair.in_acceptance(warped=True)), self.eta)
             else:
-                value_N = DIVERGENCES[name](*pair.in_acceptance(warped=True), self.beta)
+                value_N = DIVERGENCES[name](*pair.in_acceptance(warped=True), parameter[name])
             total_N = total_N + self.terms[name] * value_N
         return total_N[:, None]
 

@@ -195,11 +195,11 @@ class TrainingPlan(ABC):
     @cached_property
     def held(self) -> dict[str, float]:
         """The bytes that a GPU holds at all times, by their use."""
-        drafter, joint, weights, ends = self.drafter, self.config.trains_target, self.weights(), self.trainer.ends
-        if ends is None:
-            ends = [drafter.get_input_embeddings(), drafter.get_output_embeddings()]
+        drafter, joint, weights = self.drafter, self.config.trains_target, self.weights()
+        if (by_adamw := self.trainer.adamw_modules) is None:
+            by_adamw = [drafter.get_input_embeddings(), drafter.get_output_embeddings()]
         weights = replace(weights, all=self.trained if joint else weights.all, trained=self.trained)
-        states, label = optimizer_bytes(self.model, self.optimizer, ends), "trained" if joint else self.label
+        states, label = optimizer_bytes(self.model, self.optimizer, by_adamw), "trained" if joint else self.label
         own = held_bytes(weights, states, self.strategy, self.machines.gpus, self.precision, label)
         return self.target_held() | own
 

@@ -107,16 +107,16 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for part in model.modules() if isinstance(part, nn.ModuleList) for module in part]
 
 
-def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> int:
+def optimizer_bytes(model: nn.Module, name: str, adamw_modules: Sequence[nn.Module]) -> int:
     """Return the bytes of an optimiser's states for the parameters that train, not sharded.
 
     AdamW has two float32 moments and a step count for each tensor; "muon" (`MuonAdamW`) one momentum for matrices that
-    are neither embeddings nor head, and AdamW's for the rest. `name` is muon or one of `OPTIMIZERS`; `ends` are
-    embeddings and heads, as in `MuonAdamW`.
+    are neither embeddings nor head, and AdamW's for the rest. `name` is muon or one of `OPTIMIZERS`;
+    `adamw_modules` are those of `MuonAdamW`.
     """
     if name not in (*OPTIMIZERS, "muon"):
         raise InputError(f"training.optim: expected one of {', '.join(OPTIMIZERS)}, found {name!r}")
-    closed = {id(p) for end in ends for p in end.parameters()}
+    adamw_ids = {id(p) for module in adamw_modules for p in module.parameters()}
     total = 0
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -126,7 +126,7 @@ def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> i
             continue
         if name == "adafactor":
             total += 4 * (sum(parameter.shape) if parameter.ndim == 2 else n)
-        elif name == "muon" and is_matrix and id(parameter) not in closed:
+        elif name == "muon" and is_matrix and id(parameter) not in adamw_ids:
             total += 4 * n
         else:
             total += 8 * n + 4

@@ -22,7 +22,7 @@ class ToyConfig(RecipeConfig):
 
 class ToyTrainer(RecipeTrainer):
     bad_start_cause = "a table begins at random"
-    ends = ()
+    adamw_modules = ()
 
     def trained_work(self):
         return None

@@ -1,21 +1,20 @@
 r"""Loss masks: which tokens of a conversation the assistant wrote, so that a draft learns to write them.
 
-Each turn of the assistant is proven on its own: the conversation up to the turn is rendered with the generation prompt,
-as the server that wrote the turn saw it, and then with the turn. The ids of the first must begin those of the second;
-where the turn makes the template drop earlier thinking (gpt-oss, Kimi K2), it is taken from a rendering without that.
-What follows is the turn, up to the first token after the assistant's text that ends the target's texts; or else up to
-the first special token (`<|im_end|>`, `</s>`, …), or another added one. That token counts, because it ends an answer at
-inference; the template's text after it (mostly a newline) never counts. Where a template ends turns without a token, as
-GLM's do, the next turn's first token ends them if it ends the target's texts.
+Each turn of the assistant is found on its own: the conversation up to the turn is rendered with the generation prompt,
+as the server that wrote the turn saw it, and then with the turn. The ids of the first must begin those of the second.
+Where the turn makes the template drop earlier thinking (gpt-oss, Kimi K2), the turn is rendered after a context without
+thinking. What follows the generation prompt is the turn, up to the first end-of-text token of the target after the
+assistant's text; if there is none, up to the first special token (`<|im_end|>`, `</s>`, …), or another added one. That
+token counts, because it ends an answer at inference; the template's text after it (mostly a newline) never counts.
+Where a template ends turns without a token, as GLM's do, the next turn's first token ends them if it is an end of text.
 
-Three things are no part of a turn, although they stand in it:
+Three things are not learned:
 
 * what a template writes for an answer without thinking, such as `<think>\n\n</think>`: a server writes it into the
   prompt;
 * turns that a template writes differently from what the assistant wrote (some drop what they do not know);
-* in a longer conversation, turns whose own context is not there: many templates drop earlier thinking, or move tools.
-  The target reads such text but does not write it. Those turns get the mask 0 and a reason, or with `mask_contexts` a
-  sample of their own.
+* turns that were written after another context than the whole conversation has: many templates drop earlier thinking,
+  or move tools. They get the mask 0 and a reason, or with `mask_contexts` a sample of their own with that context.
 
 `{% generation %}` markers are not read: templates enclose headers by them, or leave the end of a turn out.
 `apply_chat_template(return_assistant_tokens_mask=True)` also asks each character for its token, and whitespace has none
@@ -74,7 +73,7 @@ class ClosingTokens:
 
     special: frozenset[int]
     added: frozenset[int]
-    splitting: Mapping[int, str]  # the special ones that take no whitespace before them, with their contents
+    splitting: Mapping[int, str]  # the text of the special ones that do not absorb whitespace before them
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ClosingTokens":
@@ -105,8 +104,8 @@ def mask_contexts(
 ) -> list[MaskedConversation]:
     """Encode a conversation that ends with the assistant's message, once for each context that turns were written in.
 
-    The last is the whole conversation, with all turns whose context is in it; if `whole`, it is the only one. Each
-    other turn is in exactly one of those before, which end with a turn.
+    The last sample is the whole conversation, and masks the turns whose context is in it; if `whole`, it is the only
+    one. Each other turn counts in exactly one of the samples before it, which end with a turn.
 
     Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer
     directly after them, and a token that ends the target's texts.
@@ -145,6 +144,7 @@ def mask_contexts(
                 "what it drops"
             )
     samples = list[MaskedConversation]()
+    # Mask all turns whose context begins that of the last turn; then the same for the turns that are left.
     while written and not (whole and samples):
         last = max(written)
         ids, mask = reader.with_end(written[last], last + shift)
@@ -255,11 +255,11 @@ class _TurnReader:
         return _WrittenTurn(ids, begin, max(begin, common_length(ids, cut)), closed=False)
 
     def _after(self, before: str, context_ids: list[int], text: str) -> list[int] | None:
-        """Return the ids of a text that begins with `before`, whose ids come first; None if that makes another text."""
+        """Return ids of `text` that begin with `context_ids`, those of `before`; None if such ids make another text."""
         ids = self._encode(text)
         if ids[: len(context_ids)] == context_ids:
             return ids
-        # The tokenizer joins two newlines at the border, for example, where the server wrote a second one.
+        # For example the tokenizer makes one token of newlines on both sides of the border; the server wrote two.
         return _continued(self._template.tokenizer, context_ids, text[len(before) :], ids)
 
     def with_end(self, turn: _WrittenTurn, i: int) -> tuple[list[int], list[int]]:
@@ -285,7 +285,7 @@ class _TurnReader:
     def _after_thinking(self, i: int, before: str, after: str) -> str:
         """Return `after` with the context as the server saw it, if the turn makes a template drop earlier thinking.
 
-        The turn is what follows a context that never had thinking, and must end `after` as well.
+        The turn is what the template writes after a context without thinking; `after` must end with it, too.
         """
         bare = [{k: v for k, v in message.items() if k not in REASONING} for message in self._messages[:i]]
         with suppress(InputError):
@@ -312,8 +312,8 @@ class _TurnReader:
                 opened, _, rest = text.partition(THOUGHT)
                 closed, _, _ = rest.partition(SPOKEN)
                 if rest and (length := _empty_block(turn, opened, closed)):
-                    own = dense(message["content"]).startswith(dense(turn[:length]))
-                    return "" if own else turn[:length]
+                    wrote_it = dense(message["content"]).startswith(dense(turn[:length]))
+                    return "" if wrote_it else turn[:length]
         return ""
 
     def _text_end(self, i: int, before: str, after: str) -> int | None:
@@ -327,7 +327,7 @@ class _TurnReader:
         return max(start + length, self._calls_end(i, after))
 
     def _calls_end(self, i: int, after: str) -> int:
-        """Return where the template closes turn i if it calls a tool, the same way as it closes a text; otherwise 0.
+        """Return where the template closes turn i, by its way to close a text, if the turn calls a tool; otherwise 0.
 
         The tokens around a call are the assistant's, and may end with special ones of their own.
         """

@@ -94,7 +94,7 @@ def test_layers_that_turn_by_angles_of_their_own_are_read_by_the_last_ones_kind(
     assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
     target = tiny_llama(0, VOCAB)
     target.config.rope_parameters = {"rope_type": "default"}
-    with pytest.raises(InputError, match=r"^target: expected rotary positions, whose rope_theta .* found none"):
+    with pytest.raises(InputError, match=r"^target: expected a rope_theta .* found none"):
         EagleHeads.of_target(target)
 
 

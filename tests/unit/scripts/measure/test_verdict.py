@@ -67,11 +67,11 @@ class Case:
         self.runs.append(run(entry, k, temperature, rows, speedup=own.speedup(plain), lossless=certificate))
         return self
 
-    def judge(self, min_speedup=None, min_gain=None, confidence=0.95, require_law=True):
+    def judge(self, min_speedup=None, min_gain=None, confidence=0.95, require_test=True):
         asked = None
         if min_speedup is not None or min_gain is not None:
             asked = Gate(min_speedup, min_gain, confidence)
-        return judge_runs(self.runs, self.observations, self.gains, asked, confidence, require_law)
+        return judge_runs(self.runs, self.observations, self.gains, asked, confidence, require_test)
 
 
 def test_what_is_faster_for_certain_is_deployed():
@@ -162,7 +162,7 @@ def test_sampled_text_whose_law_was_not_tested_is_not_deployed():
     line = f"the distribution of the text was not tested, {where}: lossless_tokens is 0"
     assert gate.failures == [line] and line in verdict.reason and verdict.go is False
     assert line in case.judge()[1].reason and case.judge()[1].go is False
-    assert case.judge(min_speedup=1.1, require_law=False)[1].go is True
+    assert case.judge(min_speedup=1.1, require_test=False)[1].go is True
     case.runs[1] = replace(case.runs[1], lossless=Certificate(p_value=0.25, tokens=2000, passed=True))
     verdict = case.judge(min_speedup=1.1)[1]
     assert verdict.go and verdict.judged.endswith(
