@@ -248,6 +248,11 @@ class DraftingHeads(PreTrainedModel):
         """The depths of the target's features that they see, ascending: the number of layers before each."""
         return []
 
+    @property
+    def loss_map(self) -> nn.Module | None:
+        """The map whose weight a loss reads inside of its forward; None for heads that use the target's head alone."""
+        return None
+
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
         """Load heads that `save_pretrained` wrote; raise an InputError if a part is missing, damaged or wrong."""

@@ -181,10 +181,10 @@ class HeadsTrainer(RecipeTrainer, ABC):
             teacher: the input of the teacher's head, (B, T, H), and the rows of it that the objective needs; None for
                 hard labels.
         """
-        labels, sizes = self.vocabulary.labels(positions.labels), self.vocabulary.sizes(self.sizes)
         p: TeacherDistributions | None = None
         if self.objective.needs_target and teacher is not None:
             p = self.vocabulary.distributions(LiveDistributions(positions.teacher(teacher[0]), teacher[1]))
+        labels, sizes = self.vocabulary.labels(positions.labels), self.vocabulary.sizes(self.sizes)
 
         def losses(learners: Sequence[Learner]) -> Tensor:
             weighted = [(*learner, positions.weights[i], self.config.decay**i) for i, learner in enumerate(learners)]
@@ -271,7 +271,7 @@ class FeatureTrainer(HeadsTrainer):
     ):
         heads.check_fits(target)
         # Losses run inside of these forwards: `train/losses/output_head.py`.
-        open_forward(heads, *self.loss_maps(heads))
+        open_forward(*(part for part in (heads, heads.loss_map) if part is not None))
         count = self.guesses(heads, config)
         super().__init__(heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
         if config.states_given:  # before the head, whose weights may be the same
@@ -282,47 +282,41 @@ class FeatureTrainer(HeadsTrainer):
     def guesses(heads: Any, config: Any) -> int:
         """Return K."""
 
-    @staticmethod
-    @abstractmethod
-    def loss_maps(heads: Any) -> list[nn.Module]:
-        """Return the maps whose weights the loss reads inside of their forwards."""
-
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
-        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
-        teacher = target_states.hidden, self.teacher_head
 
-        def loss(states: Sequence[Tensor], head: OutputHead) -> Tensor:
-            return self.chain_loss(indices, [(step, head) for step in states], teacher)
+        def loss(indices: ChainPositions, hidden: Tensor, states: Sequence[Tensor], head: OutputHead) -> Tensor:
+            return self.chain_loss(indices, [(step, head) for step in states], (hidden, self.teacher_head))
 
-        return self.inside(model, target_states, inputs, indices, loss)
+        return self.inside(model, inputs, loss)
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each step, (B, 3 + 3K)."""
-        target_states, indices = self.target_states(inputs), ChainPositions(inputs, self.count)
 
-        def sums(states: Sequence[Tensor], head: OutputHead) -> Tensor:
-            p = LiveDistributions(indices.teacher(target_states.hidden), self.target_head)
+        def sums(indices: ChainPositions, hidden: Tensor, states: Sequence[Tensor], head: OutputHead) -> Tensor:
+            p = LiveDistributions(indices.teacher(hidden), self.target_head)
             return self.chain_sums(indices, chosen_BT, p, lambda k, features_of: features_of(states[k], head))
 
-        return self.inside(model, target_states, inputs, indices, sums)
+        return self.inside(model, inputs, sums)
 
     def inside(
         self,
         model: nn.Module,
-        target_states: TargetStates,
         inputs: dict[str, Any],
-        indices: ChainPositions,
-        function: Callable[[Sequence[Tensor], OutputHead], Tensor],
+        function: Callable[[ChainPositions, Tensor, Sequence[Tensor], OutputHead], Tensor],
     ) -> Tensor:
-        """Return a function of all steps' states and the head that they share, called where their weights are whole."""
-        own: Any = next(iter(self.loss_maps(self.heads)), None)
+        """Return a function of positions, the target's last hidden states, all steps' states, and the head of these.
+
+        It is called where the weights of heads and head are whole.
+        """
+        seen, indices, own = self.target_states(inputs), ChainPositions(inputs, self.count), self.heads.loss_map
 
         def steps() -> Tensor:
-            states = states_of_steps(self.heads, target_states, inputs.get("position_ids"), indices.flat, self.count)
+            states = states_of_steps(self.heads, seen, inputs.get("position_ids"), indices.flat, self.count)
             if own is None:
-                return function(states, self.loss_head(self.frozen_head))
-            return own(*states, inside=lambda *states: function(states, self.loss_head(OutputHead(own.weight))))  # type: ignore[no-any-return]
+                return function(indices, seen.hidden, states, self.loss_head(self.frozen_head))
+            head = lambda: self.loss_head(OutputHead(own.weight))  # noqa: E731
+            return own(*states, inside=lambda *states: function(indices, seen.hidden, states, head()))  # type: ignore[no-any-return]
 
         return model(inside=steps)  # type: ignore[no-any-return]
 

@@ -349,6 +349,11 @@ class BlockDrafter(FeatureHeads):
         """The `SideHead`, or None."""
         return next((head for head in self.children() if isinstance(head, SideHead)), None)
 
+    @property
+    def loss_map(self) -> nn.Module | None:
+        """The map of the head that adds logits."""
+        return None if self.side_head is None else self.side_head.out
+
     def read(self, before: Tensor, embed: Embed) -> Tensor:
         """Return what the head that adds logits sees of the tokens before guesses; `embed` is the target's."""
         head = self.side_head

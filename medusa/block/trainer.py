@@ -127,11 +127,6 @@ class BlockTrainer(FeatureTrainer):
         """Return K, the guesses of a block."""
         return heads.config.guesses  # type: ignore[no-any-return]
 
-    @staticmethod
-    def loss_maps(heads: BlockDrafter) -> list[nn.Module]:
-        """Return the map of the head that adds logits, if there is one."""
-        return [] if heads.side_head is None else [heads.side_head.out]
-
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return Σ_k decay^k · the objective summed over guess k's tokens."""
         target_states = self.target_states(inputs)
@@ -218,8 +213,8 @@ class BlockTrainer(FeatureTrainer):
 
     def _inside_head(self, function: Callable[..., Tensor], *states: Tensor) -> Tensor:
         """Call a function of states where the map of the head that adds logits is whole (ZeRO-3, FSDP2)."""
-        head = self.heads.side_head
-        return function(*states) if head is None else head.out(*states, inside=function)
+        side_map = self.heads.loss_map
+        return function(*states) if side_map is None else side_map(*states, inside=function)
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums for each guess, (B, 3 + 3K)."""

@@ -8,8 +8,6 @@ positions at a time, so that steps × tokens × vocabulary is never held.
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
-
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import choose_init, new_heads
@@ -36,11 +34,6 @@ class EagleTrainer(FeatureTrainer):
     def guesses(heads: EagleHeads, config: EagleTrainingConfig) -> int:
         """Return K, the number of steps."""
         return config.num_steps
-
-    @staticmethod
-    def loss_maps(heads: EagleHeads) -> list[nn.Module]:
-        """Return the language-model head."""
-        return [heads.lm_head]
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of K steps: a layer and a head in each, and one fusion of the features."""

@@ -243,6 +243,11 @@ class EagleHeads(FeatureHeads):
             check_named(ids, self.t2d, field)
 
     @property
+    def loss_map(self) -> nn.Module:
+        """The language-model head."""
+        return self.lm_head
+
+    @property
     def head(self) -> OutputHead:
         """The map from `Step.hidden` to logits over the heads' vocabulary."""
         return OutputHead(self.lm_head.weight)

@@ -40,11 +40,6 @@ class MtpTrainer(FeatureTrainer):
         """Return K, the number of steps."""
         return config.steps_of(len(heads.layers))
 
-    @staticmethod
-    def loss_maps(heads: MtpHeads) -> list[nn.Module]:
-        """Return none: the head is the target's."""
-        return []
-
     def trained_work(self) -> Work | None:
         """Return the arithmetic of K steps, a layer and the target's head in each; None if a layer's is not known."""
         heads, steps = self.heads, self.count
