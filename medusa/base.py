@@ -199,7 +199,7 @@ def layer_fields(target: PreTrainedModel, token_map: Tensor | None) -> dict[str,
     layers = target.config.get_text_config().per_layer_config
     text, (vocab_size, hidden_size) = layers[-1], head_of(target).weight.shape
     inner = getattr(text, "intermediate_size", None) or 4 * hidden_size
-    # A target without attention, such as Mamba, has no head width to copy: ours is `HEAD`.
+    # A target without attention, such as Mamba, has no head width to copy: ours is about `HEAD`.
     attends = getattr(text, "num_attention_heads", None) is not None
     heads = text.num_attention_heads if attends else max(1, hidden_size // HEAD)
     return {

@@ -33,7 +33,7 @@ Configuration = tuple[str, int]
 Rivals = Mapping[Configuration, Sequence[Run]]
 """The configurations that the best one was chosen among, with their runs."""
 Gains = Mapping[tuple[str, int, int, float], Estimate | None]
-"""The gain of τ over the stock draft by `Run.key`, with an interval at the level for a single run."""
+"""The gain of τ over the stock draft by `Run.key`, with an interval at the level at which each run is judged."""
 Demands = Mapping[str, Callable[[Run], Sequence[str]]]
 """Requirements on a run, by name: each function returns the reasons why a run does not meet it."""
 SPEEDUP, GAIN, TEXT = "speed-up above", "gain of τ over the stock draft", "lossless text"
@@ -130,8 +130,8 @@ def best_of(judged: Sequence[JudgedRun], observations: Observations, count: int)
     passes = {c: not any(map(any, (entry.failures.values() for entry in runs))) for c, runs in by_configuration.items()}
     slowest = {c: min((entry.run for entry in runs), key=_speed) for c, runs in by_configuration.items()}
     best = max(by_configuration, key=lambda c: (passes[c], _speed(slowest[c])))
-    # Barred configurations compete only with barred ones, and the others only with each other: the correction is over
-    # the best one's rivals. A distribution that was not tested bars nothing.
+    # The best is the fastest of the barred configurations if it is barred, and of the others if it is not: the
+    # correction is over these. A distribution that was not tested bars nothing.
     barred = {c: any(entry.barred for entry in runs) for c, runs in by_configuration.items()}
     rivals = {c: [entry.run for entry in runs] for c, runs in by_configuration.items() if barred[c] == barred[best]}
     return Best(by_configuration[best], slowest[best], _unbiased(slowest[best], rivals, observations, count))

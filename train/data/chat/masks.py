@@ -104,8 +104,8 @@ def mask_contexts(
 ) -> list[MaskedConversation]:
     """Encode a conversation that ends with the assistant's message, once for each context that turns were written in.
 
-    The last sample is the whole conversation, and masks the turns whose context is in it; if `whole`, it is the only
-    one. Each other turn counts in exactly one of the samples before it, which end with a turn.
+    The last sample is the whole conversation, and its mask has the turns whose context is in it; if `whole`, it is the
+    only one. Each other turn is in exactly one of the earlier samples, which end with a turn.
 
     Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer
     directly after them, and a token that ends the target's texts.
@@ -144,7 +144,7 @@ def mask_contexts(
                 "what it drops"
             )
     samples = list[MaskedConversation]()
-    # Mask all turns whose context begins that of the last turn; then the same for the turns that are left.
+    # A sample for the last turn takes all turns whose context is the beginning of its own; then the same for the rest.
     while written and not (whole and samples):
         last = max(written)
         ids, mask = reader.with_end(written[last], last + shift)
