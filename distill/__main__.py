@@ -132,7 +132,6 @@ class DistillRun(TrainingRun[DistillConfig]):
     def make_model(self) -> PreTrainedModel:
         """Return the initial draft."""
         config, init = self.config, self.config.init
-        chooses = config.target_device != "auto"  # layers on several devices are not rearranged
         # A cache has no layers to carve.
         absent = config.target_sharded or (self.cached is not None and init.layers is not None)
         draft, self.draft_tokenizer = make_draft(
@@ -140,7 +139,7 @@ class DistillRun(TrainingRun[DistillConfig]):
             init,
             config.target if self.target is None or absent else self.target,
             self.tokenizer,
-            self.choose_layers if chooses else None,
+            self.choose_layers,
             trained_padding=() if config.draft is None else mask_tokens(self._config_of(config.draft)),
             trust_remote_code=config.trust_remote_code,
         )

@@ -35,7 +35,6 @@ from draftsmith.train.models import (
     load_config,
     load_model,
     load_tokenizer,
-    named_device,
     resolve_dtype,
     set_attention,
     vocabulary_size,
@@ -86,8 +85,7 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
 
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the frozen target directly onto the devices that the config names."""
-    named_device(config.target_device)
+    """Load the target directly onto the devices that the config asks for."""
     device, code = config.training.device, config.trust_remote_code
     dtype = resolve_dtype(config.target_dtype, config.target, device=device, trust_remote_code=code)
     if config.target_sharded:
@@ -95,8 +93,7 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     else:
         # A target that is trained too may be sharded later, and may not fit one device before.
         on_device = config.target_quantization or not config.trains_target
-        home = config.target_device or (device if on_device else "cpu")
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "device": home}
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": code, "device": device if on_device else "cpu"}
         target = load_model(config.target, field="target", quantization=config.target_quantization, **options)
     check_head(target.config, tokenizer, "target")
     set_attention(target, config.attn_implementation)

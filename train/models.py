@@ -52,14 +52,14 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def named_device(name: torch.device | str | None, field: str = "target_device") -> torch.device | None:
-    """Return the named device of this machine, or raise InputError; None for None and "auto"."""
-    if name in (None, "auto"):
+def named_device(name: torch.device | str | None) -> torch.device | None:
+    """Return the named device of this machine, or raise InputError; None for None."""
+    if name is None:
         return None
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter if torch was built without CUDA
-        raise InputError(f"{field}: expected a device of this machine, found {name}: {first_line(error)}") from error
+        raise InputError(f"device: expected a device of this machine, found {name}: {first_line(error)}") from error
 
 
 def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bool = False) -> PretrainedConfig:
@@ -162,10 +162,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM for inference: eval mode, no gradients, on `device` (the default device if None).
 
-    The device "auto" spreads the layers over all GPUs, then the CPU's memory; a dictionary has those of modules, by
-    name. `dtype` may be "auto" (`resolve_dtype`), and `quantization` `8bit` or `4bit` (bitsandbytes). Pickled weights
-    are read with `weights_only=True`. Under ZeRO-3 each process gets a whole copy. Raise InputError, which names
-    `field`, if there is no causal LM at `path`, or its weights are incomplete or invalid.
+    A dictionary has the devices of modules, by name. `dtype` may be "auto" (`resolve_dtype`), and `quantization` `8bit`
+    or `4bit` (bitsandbytes). Pickled weights are read with `weights_only=True`. Under ZeRO-3 each process gets a whole
+    copy. Raise InputError, which names `field`, if there is no causal LM at `path`, or its weights are incomplete or
+    invalid.
     """
     one_of(options.DTYPES).check("dtype", dtype)
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
@@ -176,8 +176,8 @@ def load_model(
     home = device or default_device()
     if isinstance(home, dict):
         placed["device_map"] = home
-    elif device == "auto" or quantization or torch.device(home).type != "cpu":  # straight to the device's memory
-        placed["device_map"] = "auto" if device == "auto" else {"": home}
+    elif quantization or torch.device(home).type != "cpu":  # straight to the device's memory
+        placed["device_map"] = {"": home}
     expected = f"a causal LM in {path}"
     if quantization:
         placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])

@@ -6,27 +6,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from draftsmith.decode.errors import (
-    InputError,
-    Range,
-    at_least,
-    at_most,
-    less_than,
-    more_than,
-    one_of,
-    require,
-    require_some,
-)
+from draftsmith.decode.errors import InputError, at_least, at_most, less_than, more_than, one_of, require, require_some
 from draftsmith.decode.options import Filters, Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 SAVE_DTYPES = ("float32", "bfloat16", "float16", "auto")
 QUANTIZATIONS = ("8bit", "4bit")
 INVALID = ("refuse", "skip")
-DEVICE = Range(
-    "auto, cpu, or a device such as cuda:1",
-    lambda name: re.fullmatch(r"auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?", name) is not None,
-)
 DRAFT_LENGTH = at_least(1) & at_most(256)
 """The range of γ; no pair gains from longer rounds."""
 TREE_NODES = at_least(1) & at_most(1024)
@@ -55,30 +41,19 @@ class ModelOptions(Options):
 
 @dataclass(kw_only=True)
 class TargetOptions(Options):
-    """The target's devices and quantisation."""
+    """The target's quantisation."""
 
-    target_device: str | None = None
-    """The target's device: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of a
-    single process); or a device, such as cuda:1."""
     target_quantization: str | None = None
     """8bit or 4bit weights for the target, by bitsandbytes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, DEVICE, "target_device")
         require(self, one_of(QUANTIZATIONS), "target_quantization")
-
-    def require_own_device(self, processes: int) -> None:
-        """Require that each of several processes has its own GPU: neither one for all of them, nor all for each."""
-        if processes > 1 and self.alone:
-            place = f"none, cpu or cuda with {processes} processes, which have a GPU each"
-            raise InputError(f"target_device: expected {place}, found {self.target_device}")
 
     @property
     def alone(self) -> bool:
         """Whether one process does all the work, however many GPUs there are."""
-        device = self.target_device or ""
-        return device == "auto" or ":" in device
+        return False
 
 
 @dataclass(kw_only=True)

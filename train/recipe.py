@@ -129,9 +129,8 @@ class RecipeConfig(TargetOptions, TeacherOptions):
             if own:
                 part = f"{min(own)} that training.deepspeed has"
                 raise InputError(f"training.learning_rate: expected the rate of the {part}, found none")
-        for name in ("target_device", "target_quantization"):
-            if self.target_sharded and getattr(self, name):
-                raise InputError(f"target_sharded: expected false with {name}, found true")
+        if self.target_sharded and self.target_quantization:
+            raise InputError("target_sharded: expected false with target_quantization, found true")
         if self.teacher and self.teacher_cache:
             raise InputError(f"teacher: expected none with teacher_cache, found {', '.join(self.teacher)}")
         if given := self.states_given:
@@ -145,10 +144,8 @@ class RecipeConfig(TargetOptions, TeacherOptions):
                 )
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
-        self.require_own_device(self.training.world_size)
         if self.training.n_gpu > 1:  # the library would split batches over them with nn.DataParallel
-            if self.target_device in (None, "", "cuda"):  # a target may be spread over the GPUs of a single process
-                print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
+            print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
             self.training._n_gpu = 1
         self._select_on_acceptance()
         self.training.dataloader_pin_memory &= self.training.device.type != "cpu"  # torch warns otherwise

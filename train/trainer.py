@@ -116,7 +116,7 @@ class RecipeTrainer(SavingTrainer, ABC):
         self.teacher = teacher_in_words(quantization, None if target is None else target.dtype)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None with a teacher cache; `target_ends` has the target's embeddings and head, if the cache has them."""
-        placed = config.target_sharded or config.target_device or config.target_quantization
+        placed = config.target_sharded or config.target_quantization
         if self.target is not None and not placed:
             self.target.to(self.args.device)
         self.telemetry = Telemetry(self.args, self.work)

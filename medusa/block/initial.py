@@ -116,10 +116,9 @@ def choose_init(config: BlockTrainingConfig, drafter: BlockDrafter, target: PreT
         return "random", "begun at random" + (f", because {reason}" if reason else "")
     layers = len(drafter.layers)
     clause = "begun as the target's last layer" + (f"s, {layers} of them" if layers > 1 else "")
-    scattered = config.target_sharded or config.target_device == "auto"
-    if config.init == "look_back" and scattered:
+    if config.init == "look_back" and config.target_sharded:
         raise InputError("init: expected auto, last_layers or random with a target on several devices, found look_back")
-    if config.init == "last_layers" or scattered:
+    if config.init == "last_layers" or config.target_sharded:
         return "last_layers", clause
     return "look_back", f"{clause}, except that the first one looks back at the token before the block"
 

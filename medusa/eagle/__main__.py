@@ -65,7 +65,7 @@ class EagleRun(HeadsRun[EagleTrainingConfig]):
         start, clause = choose_init(config, heads, target)
         print_once(f"init: heads {clause}")
         # With `norm_output` the next step sees the state after the norm: scaling the norm would change that state.
-        if start == "last_layer" and config.target_device != "auto" and not config.norm_output:
+        if start == "last_layer" and not config.norm_output:
             # The copy's inputs are not the layer's, and in later steps its own outputs: it is too confident.
             texts, steps, sharded = few_texts(self.data), config.num_steps, config.target_sharded
             head = lambda: heads.head  # noqa: E731

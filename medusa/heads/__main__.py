@@ -46,10 +46,8 @@ class MedusaRun(HeadsRun[MedusaTrainingConfig]):
         return new_heads(self.config, self.target, self.token_map)
 
     def first_look(self) -> None:
-        """Scale each copy, unless the target is on several devices."""
-        if self.config.target_device != "auto":
-            texts = few_texts(self.data)
-            scale_logits(self.heads, self.states_of, texts, self.tokens, self.config.target_sharded)
+        """Scale each copy."""
+        scale_logits(self.heads, self.states_of, few_texts(self.data), self.tokens, self.config.target_sharded)
 
     def finish(self, trainer: MedusaTrainer, output: Path) -> None:
         """Write the card."""

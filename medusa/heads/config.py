@@ -42,10 +42,8 @@ class MedusaTrainingConfig(HeadsConfig):
         require(self, HEADS, "num_heads", "num_layers")
         require(self, more_than(0), "head_learning_rate_multiplier")
         require(self, SHARE, "warmup_heads")
-        if self.joint and (self.target_sharded or self.target_device):
-            raise InputError(
-                f"backbone: expected frozen for a target that is sharded or elsewhere, found {self.backbone}"
-            )
+        if self.joint and self.target_sharded:
+            raise InputError(f"backbone: expected frozen for a target that is sharded, found {self.backbone}")
         if self.joint and (given := self.states_given):
             raise InputError(
                 f"backbone: expected frozen with {given}, in place of a target to train, found {self.backbone}"

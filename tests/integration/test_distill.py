@@ -381,17 +381,6 @@ def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_the_target_may_lie_elsewhere(pipeline, tmp_path):
-    training = {"max_steps": 2}
-    here, *elsewhere = (
-        command.distill(configured(pipeline, tmp_path / str(where), target_device=where, training=training))
-        for where in (None, "cpu", "auto")
-    )
-    for there in elsewhere:
-        assert history(there, "loss") == history(here, "loss")
-        assert there.target.device == torch.device("cpu")
-
-
 def test_a_quantised_target_needs_its_library(pipeline, tmp_path):
     with pytest.raises(InputError, match="target_quantization: expected one of 8bit, 4bit, found '2bit'"):
         configured(pipeline, tmp_path / "out", target_quantization="2bit")

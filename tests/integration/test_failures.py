@@ -213,26 +213,6 @@ def test_arguments_that_cannot_be_had_here_are_one_line(pipeline, tmp_path, trai
         command.distill(configured(pipeline, tmp_path, training={"max_steps": 1} | training))
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("cuda:7", "a device of this machine, found cuda:7: "),
-        ("gpu", "auto, cpu, or a device such as cuda:1, found 'gpu'"),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused(pipeline, tmp_path, device, message):
-    with pytest.raises(InputError, match=f"target_device: expected {message}"):
-        command.distill(configured(pipeline, tmp_path, target_device=device))
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda:0"])
-def test_several_processes_have_a_gpu_each(pipeline, tmp_path, monkeypatch, device):
-    monkeypatch.setattr(TrainingArguments, "world_size", 8)
-    with pytest.raises(InputError, match=f"target_device: expected none, cpu or cuda with 8 processes, .* {device}$"):
-        configured(pipeline, tmp_path, target_device=device)
-    assert configured(pipeline, tmp_path, target_device="cuda").target_device == "cuda"
-
-
 def test_one_process_trains_on_one_gpu(pipeline, tmp_path, monkeypatch, capsys):
     """Where the library sees several it would split batches over them."""
     training = TrainingArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=8)

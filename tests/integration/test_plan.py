@@ -63,15 +63,17 @@ def test_the_verdict_is_the_exit_code(pair, capsys):
 
 def test_a_target_is_held_where_it_is(pair, tmp_path):
     sizes = []
-    for options in ({}, {"target_sharded": True}, {"target_quantization": "4bit"}, {"target_device": "cuda:1"}):
+    for options in ({}, {"target_sharded": True}, {"target_quantization": "4bit"}):
         found = planned(pair, "distill", gpus=8, **options)
         sizes.append(sum(size for name, size in found.held.items() if name.startswith("target")))
-        assert ("teacher" in found.moments) == ("target_device" not in options)
-    assert sizes[0] > sizes[1] > sizes[3] and sizes[0] > sizes[2] > sizes[3] == VOCAB * 128 * 4
+        assert "teacher" in found.moments
+    head = VOCAB * 128 * 4
+    assert sizes[0] > sizes[1] > head and sizes[0] > sizes[2] > head
     (tmp_path / "manifest.json").write_text('{"schema": "draftsmith.features/2"}')
     for options in ({"teacher": "vllm:http://a:1"}, {"teacher_cache": f"[{tmp_path}]"}):
         states = planned(pair, "distill", gpus=8, **options)
-        assert states.held == found.held and "teacher" not in states.moments
+        assert sum(size for name, size in states.held.items() if name.startswith("target")) == head
+        assert "teacher" not in states.moments
     laws = planned(pair, "distill", teacher_cache="[laws]", prompt_loss=False)
     assert not any(name.startswith("target") for name in laws.held) and laws.total < states.total
 

@@ -229,7 +229,6 @@ def test_what_is_not_said_is_settled_in_the_manifest(config):
     prepare(cfg)
     settings = json.loads((Path(cfg.output) / "manifest.json").read_text())["settings"]
     assert (settings["max_new_tokens"], settings["shard_size"]) == (64, 16)  # half of its 128 positions; 8 × 2 rows
-    assert "target_device" not in settings
 
 
 def test_a_flipped_bit_never_changes_what_is_read(tmp_path, whole):
@@ -363,7 +362,6 @@ def test_loading_names_what_is_wrong(config, whole, tmp_path, caplog):
         *((name, 0, {}) for name in ("limit", "batch_size", "shard_size", "max_prompt_tokens", "max_new_tokens")),
         *((name, -1, {}) for name in ("top_k", "seed", "temperature")),
         ("top_p", 0.0, {}),
-        ("target_device", "gpu", {}),
         ("target_quantization", "2bit", {}),
         ("dtype", "int8", {}),
         *(("temperatures", value, {}) for value in ("0,-1", "1,1", "warm")),

@@ -440,5 +440,5 @@ def test_a_process_has_no_more_of_a_sharded_target_than_its_share_in_memory(grou
 
 
 def test_a_target_is_in_one_place_or_in_shares(ground, tmp_path):
-    with pytest.raises(InputError, match="target_sharded: expected false with target_device"):
-        configured(ground, tmp_path, target_sharded=True, target_device="cpu")
+    with pytest.raises(InputError, match="target_sharded: expected false with target_quantization"):
+        configured(ground, tmp_path, target_sharded=True, target_quantization="4bit")

@@ -11,7 +11,6 @@ from prepare_inputs import contents, flags, save_target, write_prompts
 from process_jobs import cached, commanded, completed
 from processes import ended, exit_code, forked
 
-from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
@@ -94,24 +93,6 @@ def test_machines_with_disks_of_their_own_are_told_so(config, tmp_path, monkeypa
     assert "output: expected a directory that all machines share, found no manifest.json in apart on " in errors[0]
 
 
-@pytest.mark.parametrize("kind", [PrepareConfig, CacheConfig])
-def test_several_processes_have_no_device_in_common(kind):
-    def placed(device: str | None):
-        return kind("target", ["here"], "there", target_device=device)
-
-    for device in (None, "cpu", "cuda"):
-        placed(device).require_own_device(2)
-    for device in ("auto", "cuda:1"):
-        placed(device).require_own_device(1)
-        with pytest.raises(InputError, match=rf"^target_device: expected none, cpu or cuda with 2 .*, found {device}$"):
-            placed(device).require_own_device(2)
-
-
-def test_a_device_that_is_not_here_is_one_line(config):
-    with pytest.raises(InputError, match=r"^target_device: expected a device of this machine, found cuda:7: "):
-        prepare(replace(config, target_device="cuda:7"))
-
-
 def commanded_here(said: Path, arguments: list[str]) -> tuple[int, str]:
     """Run `draftsmith` in a fork of this process; return its exit code, and what it and what it started said."""
 
@@ -136,7 +117,6 @@ def test_one_process_is_enough_for_a_server_and_for_given_answers(config):
     assert not config.alone
     assert replace(config, answers="given").alone
     assert replace(config, endpoint="http://localhost:8000/v1").alone
-    assert replace(config, target_device="auto").alone
     command, _ = cli.launch_command("prepare", [*flags(config), "--processes", "2"])
     assert command[-len(flags(config)) - 2 :] == ["-m", "draftsmith.scripts.prepare", *flags(config)]
     assert json.dumps(command).count("--num_processes") == 1

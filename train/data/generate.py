@@ -59,7 +59,7 @@ from draftsmith.train.data.shards import (
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
 from draftsmith.train.files import identity, require_writable
 from draftsmith.train.job.processes import Processes, join_launched, terminable
-from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
+from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,6 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
         InputError: the prompts, target, server, output directory or disk cannot be used; finished shards are kept.
     """
     with join_launched() as processes, terminable():
-        config.require_own_device(processes.count)
         if processes.first and config.answers == "target":
             target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
             unapplied_settings(load_generation_config(config.target, target_config, field="target"), config.target)
@@ -127,12 +126,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     """Write this process's share of the shards; return the summary of all processes when they have finished."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     if config.endpoint is None and config.answers == "target":  # before the manifest, which names the dtype
-        dtype = resolve_dtype(
-            config.dtype,
-            config.target,
-            device=named_device(config.target_device),
-            trust_remote_code=config.trust_remote_code,
-        )
+        dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
     output = Path(config.output)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
@@ -316,7 +310,6 @@ def _complete(
         field="target",
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
-        device=config.target_device,
         quantization=config.target_quantization,
     )
     with phase(processes.title("prepare"), texts * most, "tokens") as writing:

@@ -104,7 +104,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     @property
     def alone(self) -> bool:
         """Return whether one process does all the work: a server has its own processes, and given answers need none."""
-        return super().alone or self.endpoint is not None or self.answers == "given"
+        return self.endpoint is not None or self.answers == "given"
 
 
 def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
@@ -114,8 +114,8 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     """
     if config.answers == "given":
         return ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs", "turns")
-    elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples", "turns"}  # samples have ids
-    elsewhere |= {"target_device", "invalid_prompts"}
+    elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "invalid_prompts", "turns"}
+    elsewhere.add("samples")  # they have ids
     if config.endpoint is not None:
         elsewhere |= {"dtype", "target_quantization", "batch_size"}  # the server decides these
     names = (f.name for f in fields(PrepareConfig))

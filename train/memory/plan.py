@@ -70,8 +70,6 @@ def placement(config: RecipeConfig) -> Placement | None:
     """Return how a config places the target; None if something else gives its states."""
     if config.states_given:
         return None
-    if config.target_device not in (None, "cuda"):
-        return "elsewhere"
     if config.target_sharded:
         return "sharded"
     quantized: dict[str | None, Placement] = {"8bit": "8bit", "4bit": "4bit"}
@@ -222,7 +220,7 @@ class TrainingPlan(ABC):
                 self.trainer.summed_loss(InPrecision(model, self.precision), self.inputs(self.batch)).backward()
                 clock.end("backward")
         peaks: dict[str, float] = {**clock.peaks}
-        if self.placement in (None, "elsewhere"):
+        if self.placement is None:
             peaks.pop("teacher", None)
         peaks["optimizer"] = step_bytes(self.optimizer, self.trained, self.strategy, self.machines.gpus)
         if self.eval_rows:

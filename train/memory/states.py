@@ -73,7 +73,7 @@ def target_bytes(target: PreTrainedModel, placement: Placement, gpus: int) -> di
     * "sharded": a share of the decoder, two layers and the embeddings gathered while it computes, and a whole head.
     * "8bit", "4bit": linear maps but the head in a byte or half of one (Dettmers et al. 2022 and 2023, with a float32
       scale for a row, or for 64 numbers), and one of them at a time in the dtype of computing.
-    * "elsewhere": on another device, and a head here.
+    * "elsewhere": with those who compute its states, and a head here.
     """
     dtype, weights = head_of(target).weight.dtype, Weights.of(target)
     if placement == "whole":

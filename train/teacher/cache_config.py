@@ -56,9 +56,8 @@ class CacheConfig(ModelOptions, TargetOptions, TeacherOptions):
         if self.teacher and not self.features:
             states = "servers give states and no distributions"
             raise InputError(f"teacher: expected none without features, as {states}, found {', '.join(self.teacher)}")
-        for name in ("target_device", "target_quantization"):
-            if self.teacher and (value := getattr(self, name)) is not None:
-                raise InputError(f"{name}: expected none with teacher, whose servers compute, found {value}")
+        if self.teacher and (bits := self.target_quantization) is not None:
+            raise InputError(f"target_quantization: expected none with teacher, whose servers compute, found {bits}")
         for name, default in OF_DISTRIBUTIONS.items():
             value = getattr(self, name)
             if self.features and value != default:

@@ -26,7 +26,7 @@ from draftsmith.train.data.mapped import text_hash
 from draftsmith.train.data.shards import MANIFEST, completion_files, output_directory, read_shard, settle_manifest
 from draftsmith.train.job.processes import Processes, join_launched
 from draftsmith.train.losses.output_head import require_split
-from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
+from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, resolve_dtype
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards, States, live_states
@@ -79,13 +79,12 @@ def make_cache(config: CacheConfig) -> CacheSummary:
     estimate, or during it, when finished shards are kept.
     """
     with join_launched() as processes:
-        config.require_own_device(processes.count)
         return _make_cache(config, processes)
 
 
 def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     """Write this process's share of the shards, and return the counts over all processes."""
-    code, device = config.trust_remote_code, named_device(config.target_device)
+    code = config.trust_remote_code
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
     model_config = load_config(config.target, field="target", trust_remote_code=code)
     check_head(model_config, tokenizer, "target")
@@ -96,7 +95,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
             raise InputError(f"dtype: expected auto or {served.dtype}, as the servers compute, found {config.dtype}")
         config = replace(config, dtype=served.dtype, feature_dtype=config.feature_dtype or served.feature_dtype)
     else:
-        dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
+        dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=code)
         config = replace(config, dtype=dtype)
     vocab_size, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     shards: Shards = FeatureShards.of(config) if config.features else DistributionShards(config, vocab_size)
@@ -141,9 +140,8 @@ def _teacher(
     """Yield what gives the numbers; servers' states of some texts are compared with the target first."""
     code = config.trust_remote_code
     if served is None:
-        options: dict[str, Any] = {"device": config.target_device, "quantization": config.target_quantization}
-        options |= {"dtype": config.dtype, "trust_remote_code": code}
-        model = load_model(config.target, field="target", **options)
+        options: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": code}
+        model = load_model(config.target, field="target", quantization=config.target_quantization, **options)
         require_split(model, "target")
         yield partial(live_states, model, config.batch_size) if config.features else model
         return

@@ -1,13 +1,16 @@
 """Settings of `draftsmith serve-draft`."""
 
+import re
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, Range, at_least, at_most, require
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
-from draftsmith.train.options import DEVICE, THREADS, ModelOptions
+from draftsmith.train.options import THREADS, ModelOptions
 
 PORT = at_least(0) & at_most(65535)
-ONE_DEVICE = DEVICE & Range("one device", lambda name: name != "auto")
+DEVICE = Range(
+    "cpu, or a device such as cuda:1", lambda name: re.fullmatch(r"cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?", name) is not None
+)
 
 
 @dataclass
@@ -45,7 +48,7 @@ class ServeDraftConfig(ModelOptions):
         super().__post_init__()
         self.drafter = only_drafter(self.drafter)
         require(self, PORT, "port")
-        require(self, ONE_DEVICE, "device")
+        require(self, DEVICE, "device")
         require(self, THREADS, "threads")
         require(self, at_least(1), "max_length", "max_batch", "cache_tokens")
         if self.max_length is not None and self.cache_tokens < self.max_length:

@@ -26,7 +26,6 @@ REFUSED = [
     ("lm_heads", {"lm_heads": "tied"}),
     ("backbone", {"backbone": "half"}),
     ("backbone", {"backbone": "full", "target_sharded": True}),
-    ("backbone", {"backbone": "lora", "target_device": "cpu"}),
     ("backbone", {"backbone": "full", "target_quantization": "4bit"}),
     ("target_dtype", {"backbone": "full", "target_dtype": "bfloat16"}),
     ("head_learning_rate_multiplier", {"head_learning_rate_multiplier": 0.0}),

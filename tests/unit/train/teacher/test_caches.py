@@ -337,7 +337,6 @@ SERVED = {"teacher": ["vllm:http://a"], "features": True}
         ({"features": True, "layer_ids": [0]}, "layer_ids"),
         ({"layer_ids": []}, "layer_ids"),
         ({"teacher": ["vllm:http://a"]}, "teacher"),
-        (SERVED | {"target_device": "cpu"}, "target_device"),
         (SERVED | {"target_quantization": "8bit"}, "target_quantization"),
     ],
 )
