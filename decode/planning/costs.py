@@ -54,21 +54,6 @@ class RoundCosts:
             return 1.0
         return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
 
-    def break_even_length(self, draft_length: int, nodes: float | None = None) -> float:
-        """Return the τ at which this γ is as fast as plain decoding."""
-        return 1.0 / self.speedup(1.0, draft_length, nodes)
-
-    def break_even_acceptance(self, draft_length: int) -> float | None:
-        """Return the α at every position from which a chain of γ tokens pays; None if even α = 1 does not."""
-        break_even = self.break_even_length(draft_length)
-        if break_even >= draft_length + 1:
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(50):  # bisection, since τ grows with α
-            middle = (low + high) / 2
-            low, high = (low, middle) if acceptance_length([middle] * draft_length) >= break_even else (middle, high)
-        return high
-
 
 def interpolate(values: Mapping[int, float], x: float) -> float:
     """Return the value at x: linear between measured neighbours and beyond the last two, constant before the first."""
@@ -125,15 +110,6 @@ def rounds_with_others(sizes_SK: np.ndarray, others_SK: np.ndarray, rows: int) -
     within = others_SK.cumsum(0).cumsum(1) / others_SK.sum()
     together = sizes_SK.cumsum(0).cumsum(1) * within ** (rows - 1)
     return np.diff(np.diff(together, axis=0, prepend=0.0), axis=1, prepend=0.0)
-
-
-def acceptance_length(conditional: Sequence[float]) -> float:
-    """Return τ = 1 + Σ_j Π_{i ≤ j} a_i of a chain with these conditional acceptance probabilities."""
-    length, reach = 1.0, 1.0
-    for a in conditional:
-        reach *= a
-        length += reach
-    return length
 
 
 @torch.inference_mode()

@@ -17,8 +17,6 @@ from draftsmith.scripts.pair import NOT_HERE
 from draftsmith.train.checkpoint import unapplied_settings
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.chat.masks import mask_conversation
-from draftsmith.train.kinds.drafter import DrafterSpec
-from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.kinds.parts import Part, Side, load_side
 from draftsmith.train.kinds.quantities import count_of
 from draftsmith.train.memory.machines import Machines
@@ -63,12 +61,10 @@ class Setup:
         return {part.role: part.positions for part in self.parts if part.positions is not None}
 
 
-def load_setup(
-    path: str, drafters: Sequence[str], trust_remote_code: bool
-) -> tuple[Setup, list[tuple[DrafterKind, DrafterSpec]], list[Finding]]:
+def load_setup(path: str, drafters: Sequence[str], trust_remote_code: bool) -> tuple[Setup, list[Finding]]:
     """Load a target and drafters (values of `--drafter`), at best without weights.
 
-    Return the parts that load and fit, the kind and spec of each drafter, and a finding for each part.
+    Return the parts that load and fit, and a finding for each part.
     """
     kinds, findings, parts = [stored_as(spec) for spec in drafter_specs(drafters)], list[Finding](), list[Part]()
     target: Side | None = None
@@ -86,7 +82,7 @@ def load_setup(
             continue
         parts += [] if part is None else [part]
         findings.append(Finding("ok", role, f"{kind.title}: no files to check" if part is None else part.text))
-    return Setup(target, parts), kinds, findings
+    return Setup(target, parts), findings
 
 
 def check_setup(setup: Setup, context: int | None, dtype: str) -> Iterator[Finding]:

@@ -12,11 +12,10 @@ from draftsmith.decode.progress import phase
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.checks import check_run, check_setup, check_teacher, load_setup
 from draftsmith.scripts.doctor.config import DoctorConfig
-from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
+from draftsmith.scripts.doctor.memory import check_memory
 from draftsmith.train.cli import parse_config
 from draftsmith.train.files import require_writable
-from draftsmith.train.kinds.drafter import Loading
 from draftsmith.train.models import default_device, resolve_dtype
 from draftsmith.train.provenance import environment, write_json
 
@@ -36,7 +35,7 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
 
     device = default_device()
     with phase("reading configs and tokenizers"):
-        setup, drafters, found = load_setup(config.target, config.drafter, config.trust_remote_code)
+        setup, found = load_setup(config.target, config.drafter, config.trust_remote_code)
     if config.dtype == "auto":
         dtype = "float32"
         if setup.target is not None:
@@ -50,24 +49,8 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     if config.teacher and setup.target is not None:
         for finding in check_teacher(config, setup.target):
             add(finding)
-    fits = False
     if setup.parts:
-        fits, finding = check_memory(setup, config.batch_size, config.context, config.dtype, device)
-        add(finding)
-    works = all(finding.state != "error" for finding in findings)
-    decodes = all(finding.state == "ok" for finding in findings if finding.name == "rollback")
-    if config.costs and works and not (fits and decodes):
-        reason, where = ("the target is not decoded here", "rollback") if fits else ("the weights do not fit", "memory")
-        add(Finding("warning", "costs", f"not measured: {reason}", f"see {where}, above"))
-    elif config.costs and works:
-        assert setup.target is not None
-        tokenizers = {draft.path: draft.tokenizer for draft in setup.drafts}
-        options = setup.target.tokenizer, config.trust_remote_code, config.dtype
-        with phase("costs"):
-            loading = Loading(config.target, *options, tokenizers=tokenizers)
-            costs = list(check_costs(drafters, loading, config.batch_size, device))
-        for finding in costs:
-            add(finding)
+        add(check_memory(setup, config.batch_size, config.context, config.dtype, device))
     sampled = config.prompts is not None or config.completions is not None
     if sampled and setup.target is not None:
         tokenizer = setup.target.tokenizer

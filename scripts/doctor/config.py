@@ -32,9 +32,7 @@ class DoctorConfig(TemplateOptions, TeacherOptions):
     context: int | None = None
     """Tokens of a text, prompt included, that positions and memory must hold; by default the models' positions."""
     batch_size: Ints = field(default_factory=lambda: [1, 8])
-    """Texts decoded together, several with commas: for these memory is checked and costs are measured."""
-    costs: bool = False
-    """Load all models and measure forwards here, after 64 tokens: the acceptance from which γ = 4, or a tree, pays."""
+    """Texts decoded together, several with commas: for these memory is checked."""
     json: str | None = None
     """A file that receives the findings, for a CI job or a dashboard."""
 
@@ -49,5 +47,3 @@ class DoctorConfig(TemplateOptions, TeacherOptions):
         if self.show_mask and self.prompts is None and self.completions is None:
             raise InputError("show_mask: expected samples to show in prompts or completions, found none")
         self.drafter, self.run = drafter_texts(self.drafter), drafter_texts(self.run)
-        if self.costs and not self.drafter:
-            raise InputError("costs: expected a drafter to measure, found none")

@@ -10,28 +10,25 @@ import torch
 from conftest import tiny_llama
 from families import tiny_model
 from gemma import gemma_tokenizer, save_gemma
-from listening import LOADING, listened
+from listening import listened
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from unit.decode.proposers.test_renumbered import permuted
 from unit.train.data.chat.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 
-from draftsmith.decode import DraftModelProposer, clock
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import drafting_seconds
-from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
-from draftsmith.scripts.doctor import costs as pair_costs
+from draftsmith.scripts.doctor import memory
 from draftsmith.scripts.doctor.command import main
 from draftsmith.scripts.doctor.findings import Finding, report
 from draftsmith.scripts.doctor.loss_masks import MaskedSample, Samples, bracketed, check_masks, coloured
 from draftsmith.train.cli import flags_of
 from draftsmith.train.data.generate import PrepareConfig, prepare
-from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
@@ -93,8 +90,12 @@ def chat(tmp_path_factory):
 
 
 def test_a_pair_that_works_is_said_to_without_loading_its_weights(pair_dirs, capsys, monkeypatch):
-    monkeypatch.setattr(pair_costs, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
-    code, lines, rest, _ = check(capsys, *pair_dirs)
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("the weights are not needed")
+    )
+    with listened() as heard:
+        code, lines, rest, _ = check(capsys, *pair_dirs)
+    heard.require("reading configs and tokenizers", "comparing target and drafters")
     assert code == 0 and list(lines) == [
         "target", "draft", "vocabulary", "rollback", "positions", "dtype", "chat template", "special tokens", "memory",
     ]  # fmt: skip
@@ -178,38 +179,6 @@ def test_ends_of_text_that_nothing_stops_at_are_warned_of(chat, tmp_path, capsys
         assert code == 0 and lines["special tokens"].startswith(expected), lines["special tokens"]
 
 
-def test_costs_are_measured_on_request(pair_dirs, saved, capsys):
-    with listened() as heard:
-        code, lines, _, _ = check(capsys, *pair_dirs, medusa=saved["medusa"], costs="true")
-    heard.require("reading configs and tokenizers", "comparing target and drafters", "costs", *LOADING)
-    assert code == 0 and list(lines)[-4:] == ["draft, B = 1", "medusa, B = 1", "draft, B = 8", "medusa, B = 8"]
-    for rows in (1, 8):
-        for name, block, paying in (("draft", 5, "γ = 4 pays "), ("medusa", 4, "a tree of 3 pays ")):
-            line = lines[f"{name}, B = {rows}"]
-            assert " ms after 64 tokens, " in line and f" t({block}) = " in line and paying in line
-    rewrite(pair_dirs[1], vocab_size=8)  # what cannot work is not measured
-    assert "draft, B = 1" not in check(capsys, *pair_dirs, costs="true")[1]
-
-
-def test_what_costs_mean_is_said(target, draft, monkeypatch):
-    heads = MedusaHeads.of_target(target, 2)
-    heads.config.medusa_choices = [[0], [1], [0, 0]]
-    for verifying, drafting, state, text in (
-        (1.0, 0.0, "ok", "t(1) = 1000.00 ms after 64 tokens, t(5) = 1.00 t(1), drafting 0.00 t(1): γ = 4 pays from "
-         "α = 0.00 on"),
-        (1.0, 3.8, "warning", "γ = 4 pays from α = 0.98 on"),
-        (1.0, 8.0, "warning", "γ = 4 pays at no acceptance: τ = 9.00 is asked, and 5 the most"),
-        (1.5, 0.25, "ok", "t(4) = 1.50 t(1), drafting 0.25 t(1): a tree of 3 pays from τ = 1.75 on, of 3 at most"),
-        (2.5, 0.25, "warning", "a tree of 3 pays from τ = 2.75 on, of 3 at most"),
-        (2.5, 0.5, "warning", "a tree of 3 pays at no acceptance: τ = 3.00 is asked, and 3 the most"),
-    ):  # fmt: skip
-        monkeypatch.setattr(pair_costs, "measure", lambda *a, v=verifying, d=drafting: ({1: 1.0, 1 + a[4]: v}, d))
-        proposer = MedusaProposer(heads) if "tree" in text else DraftModelProposer(draft)
-        found = pair_costs.cost_of(target, Drafter("it", "it", None, None, proposer), 2, "it, B = 2")
-        assert (found.name, found.state) == ("it, B = 2", state) and found.text.endswith(text), found
-        assert bool(found.remedy) == (state == "warning")
-
-
 def test_a_parallel_draft_is_told_with_its_mask(pair_dirs, tmp_path, capsys):
     target, draft = pair_dirs
     shutil.copytree(draft, tmp_path / "parallel")
@@ -224,17 +193,6 @@ def test_a_parallel_draft_is_told_with_its_mask(pair_dirs, tmp_path, capsys):
     save_model(tiny_model("lfm2", vocab_size=len(tokenizer), pard_token=pad), tokenizer, tmp_path / "states")
     _, lines, _, _ = check(capsys, target, tmp_path / "states")
     assert "expected layers with attention alone, found Lfm2ForCausalLM" in lines["draft"]
-
-
-def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, draft, monkeypatch):
-    """By a clock that ticks with the draft's forwards: all drafts but the first, which reads the text, are alike."""
-    ticks = [0]
-    hook = draft.register_forward_hook(lambda *args: ticks.__setitem__(0, ticks[0] + 1))
-    monkeypatch.setattr(clock, "now", lambda device: ticks[0])
-    for rows in (1, 3):
-        texts = torch.ones(rows, 28, dtype=torch.long)
-        assert drafting_seconds(target, DraftModelProposer(draft), texts, 20, 4)[0] == 4
-    hook.remove()
 
 
 def test_what_a_token_takes_in_the_cache_is_found_without_weights():
@@ -262,16 +220,15 @@ def test_memory_is_compared_with_what_is_free(pair_dirs, saved, capsys, monkeypa
         (tight, {"context": 100}, "✓ "),
         (tight, {"context": 101},
          "! … → texts that fit, in tokens: 800 at batch size 1, 100 at batch size 8 (--context to check them)"),
-        (total - 1, {"costs": "true"},
+        (total - 1, {},
          f"! … they do not fit → find a device with more than {whole}, or take a smaller target, or --dtype bfloat16"),
     ):  # fmt: skip
-        monkeypatch.setattr(pair_costs, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
         code, lines, _, _ = check(capsys, *pair_dirs, medusa=saved["medusa"], **options)
         first, _, rest = expected.partition("…")
         assert code == 0 and lines["memory"].startswith(first) and rest in lines["memory"], lines["memory"]
-        assert ("costs" in lines) == ("costs" in options)  # not measured where it would not fit
     monkeypatch.undo()
-    assert pair_costs.free_memory(torch.device("cpu")) > 2**20
+    assert memory.free_memory(torch.device("cpu")) > 2**20
     rewrite(pair_dirs[1], quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
     stored = (pair_dirs[1] / "model.safetensors").stat().st_size  # quantised weights take what their files take
     assert f"draft {stored / 1024:.1f} KiB" in check(capsys, *pair_dirs, dtype="float64")[1]["memory"]
@@ -590,7 +547,6 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
         ({"show_mask": -1}, "show_mask: expected at least 0, found -1"),
         ({"show_mask": 1}, "show_mask: expected samples to show in prompts or completions, found none"),
         ({"prompts": "a", "completions": "b"}, "completions: expected either prompts or completions, found both"),
-        ({"costs": "true"}, "costs: expected a drafter to measure, found none"),
         ({"batch_size": "1,0"}, "batch_size: expected at least 1, found 0"),
         ({"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, float64, auto, found 'int8'"),
     ],
@@ -605,7 +561,7 @@ def test_several_drafters_of_any_kind_are_checked(pair_dirs, tmp_path, capsys):
     target, draft = pair_dirs
     shutil.copytree(draft, tmp_path / "other")
     given = ["--drafter", str(draft), "--drafter", f"other={tmp_path / 'other'}", "--drafter", "prompt_lookup"]
-    code = main(["--target", str(target), *given, "--dtype", "float32", "--costs", "--batch_size", "1"])
+    code = main(["--target", str(target), *given, "--dtype", "float32", "--batch_size", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert code == 0 and "✓ prompt_lookup: n-grams: no files to check" in lines
     assert "✓ vocabulary: target 300 logits, other 300 logits" in lines

@@ -333,14 +333,6 @@ def test_heads_have_positions_and_widths_of_their_own_where_the_target_has_none(
     assert (config.num_attention_heads, config.head_dim, config.max_position_embeddings) == (1, HIDDEN, 2**17)
 
 
-def test_costs_of_a_target_without_rollback_are_not_measured(place, capsys):
-    target = str(place("gpt-neo") / "target")
-    assert (
-        main(["doctor", "--target", target, "--drafter", "prompt_lookup", "--dtype", "float32", "--costs", "true"]) == 0
-    )
-    assert "costs: not measured: the target is not decoded here" in capsys.readouterr().out
-
-
 def test_a_draft_without_rollback_learns_no_parallel_drafting(place, capsys):
     target = place("qwen3-5")
     flags = [*learned(target, "parallel"), "--draft", str(target / "target"), "--parallel", "2"]

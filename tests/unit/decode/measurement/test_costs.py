@@ -11,7 +11,7 @@ import torch
 from conftest import tiny_llama
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from draftsmith.decode import InputError, Tree
+from draftsmith.decode import DraftModelProposer, InputError, Tree
 from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs, turns
@@ -33,6 +33,16 @@ TABLE = CostTable(
         "lookup": {1: DraftCosts(0.01, 0.0, 0.2, 0.0), 4: DraftCosts(0.04, 0.0, 0.2, 0.0)},
     },
 )
+
+
+def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, monkeypatch):
+    """By a clock that ticks with the draft's forwards: all drafts but the first, which reads the text, are alike."""
+    ticks, draft = [0], tiny_llama(1, layers=1)
+    draft.register_forward_hook(lambda *args: ticks.__setitem__(0, ticks[0] + 1))
+    monkeypatch.setattr(decode_clock, "now", lambda device: ticks[0])
+    for rows in (1, 3):
+        texts = torch.ones(rows, 28, dtype=torch.long)
+        assert costs.drafting_seconds(target, DraftModelProposer(draft), texts, 20, 4)[0] == 4
 
 
 def test_costs_lie_between_those_of_the_batch_sizes_that_were_measured():

@@ -3,7 +3,7 @@
 import pytest
 
 from draftsmith.decode import InputError
-from draftsmith.decode.planning.costs import RoundCosts, acceptance_length, verification_costs
+from draftsmith.decode.planning.costs import RoundCosts, verification_costs
 
 
 def test_verification_is_interpolated_and_extrapolated():
@@ -19,11 +19,9 @@ def test_speedup_is_leviathans_where_verifying_is_free():
     alpha, c = 0.7, 0.1
     costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=c)
     for gamma in range(9):
-        tau = acceptance_length([alpha] * gamma)
-        assert tau == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))
+        tau = (1 - alpha ** (gamma + 1)) / (1 - alpha)
         assert costs.speedup(tau, gamma) == pytest.approx(tau / (gamma * c + 1))
     assert costs.speedup(1.0, 0) == 1.0
-    assert acceptance_length([0.5, 0.5, 1.0]) == 1 + 0.5 + 0.25 + 0.25
 
 
 def test_a_round_verifies_the_nodes_of_a_tree_in_place_of_a_chain():
@@ -34,26 +32,6 @@ def test_a_round_verifies_the_nodes_of_a_tree_in_place_of_a_chain():
     # Plain decoding pays for its own loop.
     assert costs.speedup(2.5, 2) == pytest.approx(2.5 * 1.25 / 2.9)
     assert costs.speedup(2.5, 2, nodes=6) == pytest.approx(2.5 * 1.25 / 3.9)
-
-
-@pytest.mark.parametrize("nodes", [None, 6])
-def test_the_break_even_length_is_as_fast_as_plain_decoding(nodes):
-    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, plain_overhead=0.25)
-    for gamma in (1, 2, 5):
-        length = costs.break_even_length(gamma, nodes)
-        assert costs.speedup(length, gamma, nodes) == pytest.approx(1.0)
-        assert length == pytest.approx(costs.round_seconds(gamma, nodes) / 1.25)
-
-
-def test_the_break_even_acceptance_is_as_fast_as_plain_decoding():
-    costs = RoundCosts({1: 1.0, 9: 1.4}, draft_step=0.2, overhead=0.1)
-    for gamma in (1, 2, 4, 8):
-        alpha = costs.break_even_acceptance(gamma)
-        assert costs.speedup(acceptance_length([alpha] * gamma), gamma) == pytest.approx(1.0)
-    assert costs.break_even_acceptance(1) == pytest.approx(1.05 + 0.2 + 0.1 - 1)  # τ(1) = 1 + α
-    # A draft token that takes as long as the target's own never pays, one that takes next to nothing always does.
-    assert RoundCosts({1: 1.0, 9: 1.0}, draft_step=1.0, overhead=0.1).break_even_acceptance(4) is None
-    assert RoundCosts({1: 1.0}, draft_step=0.01, plain_overhead=0.2).break_even_acceptance(4) < 1e-9
 
 
 def test_costs_are_measured(target):
