@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
-from draftsmith.scripts.kinds import BASELINE, NONE, STOCK, drafter_specs
+from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.certify import certify_recommended
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.cost_file import load_costs
 from draftsmith.scripts.measure.every_round import rounds_settings
 from draftsmith.scripts.measure.predictions import draft_lengths
 from draftsmith.scripts.measure.server import observe as server
@@ -54,7 +52,7 @@ def measure(config: MeasureConfig) -> Report:
     Raises:
         InputError: bad input, another run's unfinished work, or a full disk.
     """
-    output = require_writable(config.output, *FILES, "costs.json", DRAFT_LENGTHS, ROUNDS)
+    output = require_writable(config.output, *FILES, DRAFT_LENGTHS, ROUNDS)
     tokenizer, prompts, encoded = read_tokens(
         config.target, config, config.prompts, config.replay_limit or config.limit
     )
@@ -69,14 +67,11 @@ def measure(config: MeasureConfig) -> Report:
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     config = replace(config, compiled=settings.compiled)
-    tables: list[CostTable] | None = [] if config.costs == NONE else None
-    if config.costs not in (None, NONE):  # before any text is decoded: a file that does not fit is refused at once
-        tables = load_costs(Path(str(config.costs)), config, pair)
     kept = unfinished.of_run(config, pair, prompts, encoded)
     with output_directory(output, lambda: "the batches that were decoded"), kept:
         settings.to_file(unfinished.settings)
         measured = Measured(config, pair, settings, prompts, encoded, failures=unfinished.failures)
-        run_stages(measured, tables, unfinished)
+        run_stages(measured, unfinished)
         certify_recommended(measured, unfinished)
         with phase("report"):
             report = measured_report(measured)

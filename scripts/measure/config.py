@@ -3,10 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    Range,
+    at_least,
+    between,
+    finite,
+    more_than,
+    one_of,
+    require,
+    require_some,
+)
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
-from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
+from draftsmith.scripts.kinds import NONE, Drafters, aliases, drafter_texts
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
@@ -18,7 +28,7 @@ class MeasureConfig(Filters, PromptedTarget):
     """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
 
     output: str
-    """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
+    """The directory that receives `report.json`, `report.html` and `summary.md`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose config.json says its kind,
     or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as another kind: `draft:DIR`
@@ -41,8 +51,7 @@ class MeasureConfig(Filters, PromptedTarget):
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
     costs: str | None = None
-    """The costs.json of an earlier run on this machine, or none for no predictions; null measures the costs of
-    forwards and drafting."""
+    """Null measures the costs of forwards and drafting; with none nothing is predicted."""
     dtype: str = field(default="auto", kw_only=True)
     """Weights and arithmetic of all models: float32, bfloat16, float16, float64, or auto. On a CPU, auto means as the
     target is stored or float32, the faster in a short timing, and likewise for each draft model; on a GPU, as stored.
@@ -69,6 +78,7 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, finite(at_least(0)), "temperature")
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
+        require(self, one_of((NONE,)), "costs")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
 

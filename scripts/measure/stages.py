@@ -10,11 +10,12 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.progress import track
 from draftsmith.decode.validation import TokenId
+from draftsmith.scripts.kinds import NONE
 from draftsmith.scripts.measure.certify import certify_runs
-from draftsmith.scripts.measure.cost_file import measured_costs, priced_proposers
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.every_round import expected_texts
 from draftsmith.scripts.measure.replays import replay_all
+from draftsmith.scripts.measure.round_costs import measured_costs, priced_proposers
 from draftsmith.scripts.measure.side_by_side import decode_side_by_side
 from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
@@ -26,8 +27,8 @@ REPLAYED_LENGTHS = 16
 """The longest γ replayed: replay of a longer one costs almost nothing."""
 
 
-def run_stages(measured: Measured, tables: list[CostTable] | None, unfinished: Unfinished) -> None:
-    """Do the unfinished work of a run; a stage that fails is recorded. `tables` None measures the costs."""
+def run_stages(measured: Measured, unfinished: Unfinished) -> None:
+    """Do the unfinished work of a run; a stage that fails is recorded."""
     for temperature in measured.config.temperature:
         for rows in measured.config.batch_size:
             groups = decode_side_by_side(measured, temperature, rows, unfinished)
@@ -36,11 +37,9 @@ def run_stages(measured: Measured, tables: list[CostTable] | None, unfinished: U
         _replay(measured, temperature, unfinished)
     if all(method == Method() for _, _, method in measured.observations):
         raise next(iter(unfinished.errors), InputError("drafter: expected one to measure, found none"))
-    if tables is None:
-        tables = []
+    if measured.config.costs != NONE:
         with unfinished.attempt("measuring costs"):
-            tables = _costs(measured, unfinished)
-    measured.tables = tables
+            measured.tables = _costs(measured, unfinished)
     measured.lossless = certify_runs(measured, unfinished)
 
 

@@ -39,7 +39,6 @@ from draftsmith.scripts.engines.certify.config import CertifyConfig
 from draftsmith.scripts.engines.client import identify_engine, metrics_of
 from draftsmith.scripts.engines.offline.jobs import Answer as EngineAnswer
 from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_of
-from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.report.rounds import read_rounds
 from draftsmith.scripts.services.coordinate.config import ServedPair
@@ -174,8 +173,6 @@ SERVER_INFO |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "specul
 COMPLETED = {"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [1], "prompt_token_ids": [1]}]}
 ENGINE = {"vllm": "1", "device": "cpu", "results": [{"token_ids": [[7, 8]], "num_drafts": [2], "num_draft_tokens": [6],
     "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1, 0]}]}  # fmt: skip
-COST_FILE = {"schema": "draftsmith.costs/1", "environment": {}, "compiled": False, "target": "t", "drafters": {"draft":
-    {"kind": "draft"}}, "tables": [TABLE]}  # fmt: skip
 JOB = {"samples": 9, "data": "d", "seed": 0, "sampling": "random", "processes": 1, "batch": 2, "accumulation": 1,
     "strategy": "DDP", "settings": {"alpha": 0.1, "layers": [1, 2], "draft": None}}  # fmt: skip
 PROMPTS = [
@@ -245,7 +242,6 @@ READERS: dict[str, Reader] = {
     "kept costs": Reader(lines([TABLE]), lambda path: read(list[ValidTable], path)),
     "a kept certificate": Reader(lines(asdict(Certificate(p_value=0.5))), lambda path: read(Certificate, path)),
     "kept settings": Reader(lines(asdict(Settings("float32", 1, False, None))), lambda path: read(Settings, path)),
-    "costs.json": Reader(lines(COST_FILE), lambda path: read(CostFile, path, "costs")),
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),
     "a checkpoint's job": Reader(lines(JOB), lambda path: JobRecord.left_in(path.parent)),

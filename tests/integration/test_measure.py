@@ -427,14 +427,6 @@ def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
     predicted = curve_of(report, "hybrid", 0.0)["predicted_speedup"]
     assert list(predicted) == ["1", "2"]
     assert all(list(by_length) == [str(k) for k in range(1, 17)] for by_length in predicted.values())
-    # Costs of a hybrid alone cannot be used again.
-    costs = tmp_path / "out/costs.json"
-    kept = json.loads(costs.read_text())
-    for table in kept["tables"]:
-        del table["drafters"]["hybrid/draft"]
-    costs.write_text(json.dumps(kept))
-    with pytest.raises(InputError, match="costs: expected those of hybrid/draft in every table of"):
-        checked(root, tmp_path / "again", **fixed, costs=str(costs))
 
 
 def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
@@ -513,46 +505,6 @@ def stopped(monkeypatch):
         raise AssertionError("decoded before the input was looked at")
 
     monkeypatch.setattr(stages, "decode_side_by_side", decode)
-
-
-def test_costs_are_used_again(measured, root, tmp_path, monkeypatch):
-    report, _ = measured
-
-    def again(*args, **options):
-        raise AssertionError("costs were measured again")
-
-    monkeypatch.setattr(stages, "measured_costs", again)
-    found = checked(root, tmp_path, draft=str(root / "draft"), limit=2, costs=str(root / "out/costs.json"))
-    tables = json.loads((root / "out/costs.json").read_text())["tables"]
-    assert found["costs"]["tables"] == report["costs"]["tables"] == tables
-    assert found["costs"]["draft_seconds_per_token"].keys() == {"draft"}
-    # The same costs and the same texts make the same prediction.
-    assert curve_of(found, "draft", 0.0)["predicted_speedup"].keys() == {"1"}
-    assert all(run["predicted_speedup"]["value"] for run in found["runs"])
-
-
-def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_path, capsys, stopped):
-    costs = json.loads((root / "out/costs.json").read_text())
-    argv = arguments(root, tmp_path, draft=root / "draft", costs=tmp_path / "costs.json")
-    environment, drafters = costs["environment"], costs["drafters"]
-    others = {"draft": drafters["draft"] | {"parameters": 9}}
-    for wrong, named in [
-        ({"target": "another"}, f"costs: expected those of target {root / 'target'} in "),
-        ({"environment": environment | {"dtype": "bfloat16"}}, "costs: expected those of dtype float32 in "),
-        ({"environment": environment | {"threads": 64}}, "costs: expected those of threads 1 in "),
-        ({"drafters": {"stock": drafters["stock"]}}, "costs: expected those of draft in "),
-        ({"drafters": others}, f"expected those of draft's parameters {drafters['draft']['parameters']} in "),
-        ({"tables": costs["tables"][1:]}, "costs: expected those at T=0 in "),
-        ({"schema": "draftsmith.report/1"}, "schema: expected 'draftsmith.costs/1', found 'draftsmith.report/1'"),
-        ({"tables": [{}]}, "costs.json: tables[0]"),
-    ]:
-        (tmp_path / "costs.json").write_text(json.dumps(costs | wrong))
-        assert named in fails(capsys, argv)
-    (tmp_path / "costs.json").write_text(json.dumps(costs))
-    said = fails(capsys, [*argv, "--batch-size", "1,4"])
-    assert "costs: expected those of batch size 4 in " in said and "found up to 2: measure again" in said
-    (tmp_path / "costs.json").unlink()
-    assert "costs: expected a file that `measure` wrote at " in fails(capsys, argv)
 
 
 def arguments(root, output, **settings) -> list[str]:

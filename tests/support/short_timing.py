@@ -8,12 +8,12 @@ from benchmarks import study
 from draftsmith.decode.measurement import turns
 from draftsmith.decode.measurement.costs import measure_costs
 from draftsmith.scripts.choose import rounds
-from draftsmith.scripts.measure import cost_file
+from draftsmith.scripts.measure import round_costs
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
     """Measure costs once, of few tokens, whether or not they agree."""
     patch.setattr(turns, "ATTEMPTS", 1)
     patch.setattr(turns, "WRITTEN", 6)
-    for module in (rounds, cost_file, study):
+    for module in (rounds, round_costs, study):
         patch.setattr(module, "measure_costs", partial(measure_costs, repeats=1))

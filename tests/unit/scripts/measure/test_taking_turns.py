@@ -14,8 +14,8 @@ from draftsmith.decode.replay.batch_replay import Stretches
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.cost_file import priced_proposers
 from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup
+from draftsmith.scripts.measure.round_costs import priced_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
