@@ -1,10 +1,8 @@
 """Medusa and Hydra heads as a kind of drafter."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.decode.errors import InputError
 from draftsmith.medusa.kind import HeadsKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe, drafted_tokens
@@ -34,19 +32,8 @@ class Medusa(HeadsKind):
     launched = verifiable = ("vllm",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Return whether these are heads in any format: ours, vLLM's or FasterDecoding's."""
-        return config.get("model_type") == "medusa" or "medusa_num_heads" in config
-
-    def check(self, spec: DrafterSpec, loading: Loading) -> None:
-        """Refuse files that only other tools read."""
-        from draftsmith.medusa.heads.formats.importing import marks
-
-        path = Path(str(spec.path))
-        if (path / "config.json").is_file() and "fasterdecoding" in (formats := marks(path)):
-            raise InputError(
-                f"medusa: expected heads of ours in {path}, found {formats[-1]}'s, which draftsmith export "
-                f"--import_from {path} reads"
-            )
+        """Return whether these are heads, in our format or vLLM's."""
+        return config.get("model_type") == "medusa"
 
     def candidates(self, target: "PretrainedConfig", server: str | None) -> dict[str, dict[str, Any]]:
         """Return Hydra heads, which accept more than Medusa's; for vLLM Medusa heads, the only ones that it loads."""
@@ -72,9 +59,3 @@ class Medusa(HeadsKind):
         # Chains cannot be longer than the number of heads.
         draft_length = min(draft_length, heads.config.num_heads)
         return MedusaProposer(heads, Tree.chain(draft_length)), draft_length
-
-    def recognises_foreign(self, directory: Path) -> bool:
-        """Return whether the directory has marks of any format."""
-        from draftsmith.medusa.heads.formats.importing import marks
-
-        return bool(marks(directory))

@@ -1,26 +1,18 @@
-"""Medusa heads from our files, vLLM's and FasterDecoding's; no tensor is ignored silently.
-
-FasterDecoding's `medusa_lm_head.pt` has block l of head h as `{h}.{l}.linear.*`, and its language-model head after L
-blocks as `{h}.{L}.weight`.
-"""
+"""Medusa heads from our files and vLLM's; no tensor is ignored silently."""
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_pickled, read_safetensors, shards
+from draftsmith.medusa.checkpoint_files import CONFIG, field, read_config, read_safetensors, shards
 from draftsmith.medusa.formats import checked_config, read_heads
 from draftsmith.medusa.heads.kind import Medusa
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.kinds.export import check_format
-
-READ = (*Medusa.formats, "fasterdecoding")
-PICKLED = "medusa_lm_head.pt"
 
 
 def import_heads(
@@ -34,30 +26,16 @@ def import_heads(
         InputError: a file, config or tensor that is missing, damaged, not supported or does not match.
     """
     directory = Path(directory)
-    format = detect(directory) if format is None else check_format(format, READ)
-    return {"own": _read_own, "vllm": _read_vllm, "fasterdecoding": _read_fasterdecoding}[format](directory, target)
+    format = detect(directory) if format is None else check_format(format, Medusa.formats)
+    return {"own": _read_own, "vllm": _read_vllm}[format](directory, target)
 
 
 def detect(directory: str | Path) -> str:
-    """Return the one format of a directory, or raise an InputError if it has no format or several."""
-    formats = marks(Path(directory))
-    if len(formats) != 1:
-        raise InputError(
-            f"{directory}: expected Medusa heads in one of {', '.join(READ)}, found "
-            + (f"marks of {' and '.join(formats)}; name the format" if formats else "no mark of any")
-        )
-    return formats[0]
-
-
-def marks(directory: Path) -> list[str]:
-    """Return the formats that a directory has marks of, or raise an InputError without a config.json."""
-    config = read_config(directory)
-    marked = {
-        "own": config.get("model_type") == "medusa" and "hydra" in config,
-        "vllm": config.get("model_type") == "medusa" and "hydra" not in config,
-        "fasterdecoding": (directory / PICKLED).is_file(),
-    }
-    return [format for format, is_marked in marked.items() if is_marked]
+    """Return the format of a directory, or raise an InputError if it has none, or without a config.json."""
+    config = read_config(Path(directory))
+    if config.get("model_type") != "medusa":
+        raise InputError(f"{directory}: expected Medusa heads in one of {', '.join(Medusa.formats)}, found neither")
+    return "own" if "hydra" in config else "vllm"
 
 
 def _read_own(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
@@ -105,40 +83,9 @@ def _read_vllm(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
     return _built(directory, config, tensors, target)
 
 
-def _read_fasterdecoding(directory: Path, target: PreTrainedModel | None) -> MedusaHeads:
-    """Read heads that are sequences: blocks, then a linear map."""
-    path = directory / CONFIG
-    raw = read_config(directory)
-    heads, layers = (field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
-    if not (directory / PICKLED).is_file():
-        raise InputError(f"{directory}: expected {PICKLED}, found none")
-    tensors = read_pickled(directory / PICKLED)
-    first, last = "0.0.linear.weight", f"0.{layers}.weight"
-    for name in (first, last):
-        if name not in tensors or tensors[name].ndim != 2:
-            raise InputError(f"{directory}: expected the tensors of {heads} heads, found no matrix {name}")
-    config = MedusaConfig(
-        hidden_size=tensors[first].shape[1],
-        vocab_size=tensors[last].shape[0],
-        num_heads=heads,
-        num_hidden_layers=layers,
-        medusa_fc_bias=True,
-        medusa_choices=field(raw, path, "medusa_choices", list, None),
-        base_model_name_or_path=raw.get("base_model_name_or_path"),
-    )
-    names = {f"lm_heads.{h}.weight": f"{h}.{layers}.weight" for h in range(heads)}
-    for h, layer, part in product(range(heads), range(layers), ("weight", "bias")):
-        names[f"blocks.{h}.layers.{layer}.{part}"] = f"{h}.{layer}.linear.{part}"
-    return _built(directory, config, tensors, target, names)
-
-
 def _built(
-    directory: Path,
-    config: MedusaConfig,
-    tensors: dict[str, Tensor],
-    target: PreTrainedModel | None,
-    names: dict[str, str] | None = None,
+    directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], target: PreTrainedModel | None
 ) -> MedusaHeads:
-    """Return heads with these tensors, which must match the config under the format's names."""
+    """Return heads with these tensors, which must match the config."""
     what = f"{config.num_heads} heads with {config.num_hidden_layers} blocks each"
-    return read_heads(MedusaHeads, directory, config, tensors, target, what, names)  # type: ignore[no-any-return]
+    return read_heads(MedusaHeads, directory, config, tensors, target, what)  # type: ignore[no-any-return]

@@ -117,6 +117,24 @@ def test_checkpoints_of_the_authors_and_of_specforge(tmp_path, made, target, pic
         import_eagle(tmp_path / "out")
 
 
+class Code:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickled_code_is_not_run(tmp_path, made):
+    FORMATS.write(made(), there := tmp_path / "out", "vllm")
+    (there / "model.safetensors").unlink()
+    for content, said in (({"code": Code(tmp_path / "ran")}, "pickled tensors alone"), ([1, 2], "a state dict, found")):
+        torch.save(content, there / "pytorch_model.bin")
+        with pytest.raises(InputError, match=f"expected {said}"):
+            import_eagle(there)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(("format", "depths"), [(None, [2, 4, 5]), ("sglang", [2, 4, 5]), ("vllm", [1, 3, 4])])
 def test_depths_in_an_eagle_config_are_counted_as_the_server_counts(tmp_path, made, format, depths):
     FORMATS.write(made(), tmp_path / "out", "sglang")

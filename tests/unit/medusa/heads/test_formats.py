@@ -16,7 +16,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.export import FORMATS as ALL
 from draftsmith.medusa.heads.formats.export import refusal
-from draftsmith.medusa.heads.formats.importing import READ, detect, import_heads
+from draftsmith.medusa.heads.formats.importing import detect, import_heads
 
 H, V, K = 32, 97, 3
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -74,20 +74,7 @@ def same_drafts(whole: MedusaHeads, narrow: MedusaHeads) -> None:
 
 
 def export(heads: MedusaHeads, directory: Path, format: str, **options) -> Path:
-    """Write heads; as FasterDecoding, which we only read, leaves them with biases."""
-    if format in ALL.names:
-        ALL.write(heads, directory, format, **options)
-        return directory
-    content, layers = {}, heads.config.num_hidden_layers
-    for h in range(K):
-        content[f"{h}.{layers}.weight"] = heads.lm_head_of(h).weight.detach().clone()
-        for i, layer in enumerate(heads.blocks[h].layers):
-            content[f"{h}.{i}.linear.bias"] = torch.zeros(H)
-            content |= {f"{h}.{i}.linear.{part}": tensor for part, tensor in layer.state_dict().items()}
-    shape = {"medusa_num_heads": K, "medusa_num_layers": layers, "medusa_choices": heads.config.medusa_choices}
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(shape | {"base_model_name_or_path": "org/target"}))
-    torch.save(content, directory / "medusa_lm_head.pt")
+    ALL.write(heads, directory, format, **options)
     return directory
 
 
@@ -97,23 +84,14 @@ def edit_config(directory: Path, **changes) -> None:
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    pickled = directory / "medusa_lm_head.pt"
-    return torch.load(pickled) if pickled.exists() else load_file(directory / "model.safetensors")
+    return load_file(directory / "model.safetensors")
 
 
 def save(directory: Path, content: dict[str, torch.Tensor]) -> None:
-    pickled = directory / "medusa_lm_head.pt"
-    if pickled.exists():
-        torch.save(content, pickled)
-    else:
-        save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-ROUND_TRIPS = [
-    case
-    for case in itertools.product(READ, (1, 2), (False, True), (False, True), (False, True))
-    if not case[-1] or case[0] in ("own", "vllm")
-]
+ROUND_TRIPS = itertools.product(ALL.names, (1, 2), (False, True), (False, True), (False, True))
 
 
 @pytest.mark.parametrize(("format", "layers", "shared", "bias", "narrow"), ROUND_TRIPS)
@@ -131,8 +109,7 @@ def test_there_and_back(tmp_path, format, layers, shared, bias, narrow):
     same(back, heads)
     for name in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "truncated_vocab_size"):
         assert getattr(back.config, name) == getattr(heads.config, name)
-    if format in ("own", "vllm"):
-        assert back.config.original_lm_head is shared and back.config.medusa_fc_bias is bias
+    assert back.config.original_lm_head is shared and back.config.medusa_fc_bias is bias
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "there"]
 
 
@@ -157,8 +134,6 @@ def test_our_own_format_holds_what_no_other_does(tmp_path):
     assert back.config.medusa_choices == CHOICES
     biased = noisy(MedusaHeads(type(heads.config)(hidden_size=H, vocab_size=V, num_heads=K, lm_head_bias=True)))
     same(import_heads(export(biased, tmp_path / "biased", "own")), biased)
-    foreign = export(made(medusa_choices=CHOICES), tmp_path / "f", "fasterdecoding")
-    assert import_heads(foreign).config.medusa_choices == CHOICES
 
 
 def test_the_config_of_vllm(tmp_path):
@@ -210,10 +185,7 @@ def directory(path: Path, config: dict, files: dict[str, dict[str, torch.Tensor]
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     for name, content in files.items():
-        if name.endswith(".pt"):
-            torch.save(content, path / name)
-        else:
-            save_file(content, path / name)
+        save_file(content, path / name)
     return path
 
 
@@ -251,22 +223,6 @@ def test_reads_a_vllm_directory(tmp_path):
     assert found.isinf().sum() == 5 * 2 * (V - len(MAP))
 
 
-def test_reads_the_pickled_file_of_fasterdecoding(tmp_path):
-    a, b, s, t, p, q = randoms((H, H), (H, H), (H,), (H,), (V, H), (V, H))
-    content = {"0.0.linear.weight": a, "0.0.linear.bias": s, "0.1.weight": p}
-    content |= {"1.0.linear.weight": b, "1.0.linear.bias": t, "1.1.weight": q}
-    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    there = directory(tmp_path / "f", config, {"medusa_lm_head.pt": content})
-    read = import_heads(there)
-    torch.testing.assert_close(logits(read), by_hand((a, b), (s, t), (p, q)))
-    assert read.config.base_model_name_or_path == "lmsys/vicuna-7b-v1.3"
-    edit_config(there, medusa_num_heads=1)  # as published configs have it
-    with pytest.raises(
-        InputError, match=r"expected the tensors of 1 heads .* found 3 not expected: 1\.0\.linear\.bias"
-    ):
-        import_heads(there)
-
-
 def test_reads_weights_in_several_files(tmp_path):
     heads = made()
     there = export(heads, tmp_path / "m", "vllm")
@@ -291,17 +247,15 @@ def refused(there: Path, message: str, *arguments, **options) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("format", READ)
+@pytest.mark.parametrize("format", ALL.names)
 def test_missing_unexpected_misshapen_tensors_and_cut_files(tmp_path, format):
     there = export(made(bias=True), tmp_path / "x", format)
     whole = tensors(there)
-    # The shapes of FasterDecoding's heads are read from its first tensors.
-    for name in whole if format == "fasterdecoding" else list(whole)[:2]:
+    for name in list(whole)[:2]:
         save(there, {k: v for k, v in whole.items() if k != name})
         refused(there, rf"^{there}: expected .* found .*{name}")
-    odd = {"own": "lm_head", "vllm": "lm_head", "fasterdecoding": "3.1"}[format]
-    save(there, whole | {f"{odd}.weight": torch.zeros(V, H)})
-    refused(there, rf"found 1 not expected: {odd}\.weight")
+    save(there, whole | {"lm_head.weight": torch.zeros(V, H)})
+    refused(there, r"found 1 not expected: lm_head\.weight")
     name = next(name for name in whole if ".1." in name and name.endswith("weight"))
     save(there, whole | {name: whole[name][:-1].contiguous()})
     refused(there, rf"{name}|shape")
@@ -311,23 +265,6 @@ def test_missing_unexpected_misshapen_tensors_and_cut_files(tmp_path, format):
     for share in (0.99, 0):
         weights.write_bytes(weights.read_bytes()[: int(share * weights.stat().st_size)])
         refused(there, str(there))
-
-
-class Code:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-def test_pickled_code_is_not_run(tmp_path):
-    there = export(made(), tmp_path / "x", "fasterdecoding")
-    torch.save(tensors(there) | {"code": Code(tmp_path / "ran")}, there / "medusa_lm_head.pt")
-    refused(there, "expected pickled tensors alone")
-    assert not (tmp_path / "ran").exists()
-    torch.save([1, 2], there / "medusa_lm_head.pt")
-    refused(there, "expected a state dict, found list")
 
 
 @pytest.mark.parametrize(
@@ -344,8 +281,7 @@ def test_pickled_code_is_not_run(tmp_path):
         ("vllm", {"medusa_fc_bias": False}, "expected medusa_fc_bias true with biases"),
         ("vllm", {"truncated_vocab_size": V + 1}, "truncated_vocab_size: expected at most"),
         ("vllm", {"truncated_vocab_size": 7}, "found 1 missing: token_map"),
-        ("fasterdecoding", {"medusa_num_layers": 0}, "found no matrix 0.0.weight"),
-        ("fasterdecoding", {"medusa_choices": [[0], [0, 0, 0]]}, "config.json: "),
+        ("own", {"medusa_choices": [[0], [0, 0, 0]]}, "config.json: "),
     ],
 )
 def test_configs_that_cannot_be(tmp_path, format, changes, message, target):
@@ -369,16 +305,11 @@ def test_a_token_map_that_names_no_token(tmp_path):
         refused(there, message)
 
 
-def test_unknown_and_ambiguous_directories(tmp_path):
-    there = export(made(), tmp_path / "x", "fasterdecoding")
-    edit_config(there, model_type="medusa")
-    refused(there, "found marks of vllm and fasterdecoding; name the format")
-    import_heads(there, "fasterdecoding")
-    (there / "medusa_lm_head.pt").unlink()
+def test_unknown_directories(tmp_path):
+    there = export(made(), tmp_path / "x", "vllm")
     edit_config(there, model_type=None)
-    refused(there, "expected Medusa heads in one of own, .*, found no mark of any")
-    refused(there, r"expected medusa_lm_head\.pt, found none", "fasterdecoding")
-    refused(there, "^format: expected one of own, .*, found 'sglang'", "sglang")
+    refused(there, "expected Medusa heads in one of own, vllm, found neither")
+    refused(there, "^format: expected one of own, vllm, found 'sglang'", "sglang")
     (there / "config.json").unlink()
     refused(there, r"expected Medusa heads with config\.json")
     refused(tmp_path / "nowhere", "expected a directory of Medusa heads, found none")
