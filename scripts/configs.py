@@ -111,7 +111,7 @@ class TreeConfig(ModelOptions):
     """Nodes of the tree without the target's own token; fewer if more would never be accepted in these texts. None
     measures rounds with some trees on this machine, and chooses by that."""
     compiled: bool | None = None
-    """For compiled forwards; null: as `measure` chooses, together with `dtype: auto`."""
+    """For compiled forwards; null: as `measure` chooses."""
     output: str | None = None
     """The directory that receives `tree.json`; the drafter is not changed. None writes it next to the drafter, and the
     tree into its config.json."""

@@ -1,5 +1,6 @@
 """A target and its drafters, loaded alike by every command: checked, and in one dtype; and their replays on texts."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode import Proposer, Replay
-from draftsmith.decode.cache import check_rollback
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.cache import NO_PROGRAMS, check_rollback, runs_in_programs
+from draftsmith.decode.clock import least_seconds
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.measurement.costs import forward_after_text
 from draftsmith.decode.measurement.replay import Key, replay_drafters
+from draftsmith.decode.progress import phase
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.train.checkpoint import end_of_sequence_ids, unapplied_settings
@@ -21,6 +25,9 @@ from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
 from draftsmith.train.models import check_head, empty_model, load_model, load_tokenizer, resolve_dtype, vocabulary_size
 from draftsmith.train.options import TemplateOptions
 
+REPEATS = 3
+COMPILED_BELOW = 0.1
+"""Seconds of a token above which arithmetic and memory dominate, and a compiler gains little."""
 NOT_HERE = "prepare, cache and training take it all the same, and measure --server measures what was trained"
 """Uses of a target that cannot be decoded speculatively in this process."""
 
@@ -71,6 +78,38 @@ def load_pair(
     loading.model = target
     loaded = [kind.load(spec, loading) for kind, spec in zip(kinds, drafters, strict=True)]
     return Pair(target, tokenizer, loading.dtype, loaded, settings)
+
+
+def load_decoding(
+    path: str, tokenizer: PreTrainedTokenizerBase, drafters: Sequence[DrafterSpec], dtype: str = "auto",
+    threads: int | None = None, compiled: bool | None = None, trust_remote_code: bool = False,
+) -> tuple[Pair, bool]:  # fmt: skip
+    """Load a pair to decode with, set torch's threads, and return whether forwards are compiled.
+
+    `compiled` None compiles where a token takes less than `COMPILED_BELOW` eagerly, on a CPU or a CUDA GPU; if a
+    compiler fails, a line names that, and forwards stay eager. Errors are those of `load_pair`.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    pair = load_pair(path, tokenizer, drafters, dtype, trust_remote_code)
+    target, device = pair.target, pair.target.device
+    if not runs_in_programs(target):
+        if compiled is not False:
+            print(NO_PROGRAMS, file=sys.stderr)
+        return pair, False
+    if compiled is not None or device.type not in ("cpu", "cuda"):
+        return pair, bool(compiled)
+    with torch.inference_mode():
+        eager = {"": forward_after_text(target, compiled=False)}
+        if least_seconds(eager, REPEATS, device)[""] >= COMPILED_BELOW:
+            return pair, False
+        try:
+            with phase("compiling"):
+                forward_after_text(target, compiled=True)()
+        except Exception as error:
+            print(f"forwards are eager; compiling failed: {first_line(error)}", file=sys.stderr)
+            return pair, False
+    return pair, True
 
 
 def read_tokens(

@@ -27,8 +27,8 @@ from draftsmith.decode.tree import Tree
 from draftsmith.decode.validation import read
 from draftsmith.scripts.configs import TreeConfig
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
+from draftsmith.scripts.pair import load_decoding
 from draftsmith.scripts.summary import figures_table, print_doubts
-from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable
@@ -69,7 +69,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     # With given nodes nothing is timed.
     threads, compiled = torch.get_num_threads(), config.compiled if config.nodes is None else False
-    pair, settings = load_fastest(
+    pair, compiles = load_decoding(
         config.target, tokenizer, [spec], config.dtype, threads, compiled, config.trust_remote_code
     )
     target, drafter = pair.target, cast(TreeProposer, pair.drafter.proposer)
@@ -79,7 +79,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
     budgets, doubts = list[tree_search.Budget](), list[str]()
     if config.nodes is None:
         text = calibration_text(config)
-        costs = partial(round_costs, target, drafter, text, median, settings.compiled, doubts=doubts)
+        costs = partial(round_costs, target, drafter, text, median, compiles, doubts=doubts)
         with phase("trees of each size, and what they cost"):
             budgets = tree_search.search_budgets(parts["search"], LADDER, costs, parts["selection"])
         tree = max(budgets, key=lambda budget: budget.speedup).tree
@@ -118,7 +118,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
             }
             for budget in budgets
         ]
-        report["costs"] = {"context": median, "compiled": settings.compiled, "budgets": rows, "doubts": doubts}
+        report["costs"] = {"context": median, "compiled": compiles, "budgets": rows, "doubts": doubts}
     write_json(Path(config.output or path) / "tree.json", report)
     if config.output is None:
         file = Path(path) / "config.json"

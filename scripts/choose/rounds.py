@@ -14,8 +14,7 @@ from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, m
 from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.choose.config import COPIES, ChooseConfig
-from draftsmith.scripts.pair import load_chains, named_specs, replay_completions
-from draftsmith.scripts.timed_settings import load_fastest
+from draftsmith.scripts.pair import load_chains, load_decoding, named_specs, replay_completions
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter
 from draftsmith.train.models import load_tokenizer
@@ -154,7 +153,7 @@ def measured_costs(
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     threads = torch.get_num_threads()
     try:
-        pair, settings = load_fastest(
+        pair, compiles = load_decoding(
             config.target, tokenizer, named_specs(drafters), config.dtype, config.threads, compiled,
             config.trust_remote_code,
         )  # fmt: skip
@@ -175,13 +174,13 @@ def measured_costs(
             prompt,
             # No block that no way to draft needs: each is compiled, which takes a minute for a large target.
             sorted({*(block for block in BLOCKS if block < longest), longest}),
-            compiled=settings.compiled,
+            compiled=compiles,
             seconds=seconds,
         )
     finally:
         torch.set_num_threads(threads)
     return {
-        "environment": environment(pair.target.device, pair.dtype) | {"threads": settings.threads},
-        "compiled": settings.compiled,
+        "environment": environment(pair.target.device, pair.dtype) | {"threads": config.threads or threads},
+        "compiled": compiles,
         "tables": tables,
     }

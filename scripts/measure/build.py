@@ -70,7 +70,7 @@ def by_group(
 
 def measured_report(measured: Measured) -> report.Report:
     """Return the report of decoded and replayed texts."""
-    config, pair, settings = measured.config, measured.pair, measured.chosen
+    config, pair, compiled = measured.config, measured.pair, bool(measured.config.compiled)
     stored = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     runs, observations = _runs(measured), _observations(measured)
     curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
@@ -83,10 +83,9 @@ def measured_report(measured: Measured) -> report.Report:
         measured.failures,
         environment=report.Environment(
             **environment(pair.target.device, pair.dtype),
-            compiled=settings.compiled,
-            settings_by=settings.why,
+            compiled=compiled,
             timed=clock.turns_taken(measured.compared, REPEATS),
-            compilation_seconds=round(sum(clock.PROGRAMS), 1) if settings.compiled else None,
+            compilation_seconds=round(sum(clock.PROGRAMS), 1) if compiled else None,
         ),
         target=report.Target(
             config.target,

@@ -25,13 +25,12 @@ from draftsmith.scripts.measure.server.expectation import read_expectation, requ
 from draftsmith.scripts.measure.stages import run_stages
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import Unfinished
-from draftsmith.scripts.pair import read_tokens
+from draftsmith.scripts.pair import load_decoding, read_tokens
 from draftsmith.scripts.report.page import render_page
 from draftsmith.scripts.report.rounds import ROUNDS, rounds_text
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.timed_settings import load_fastest
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure
@@ -62,15 +61,14 @@ def measure(config: MeasureConfig) -> Report:
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
     drafters, unfinished, code = _drafters(config), Unfinished(config), config.trust_remote_code
-    pair, settings = load_fastest(
-        config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code, unfinished.settings
+    pair, compiled = load_decoding(
+        config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
-    config = replace(config, compiled=settings.compiled)
+    config = replace(config, compiled=compiled)
     kept = unfinished.of_run(config, pair, prompts, encoded)
     with output_directory(output, lambda: "the batches that were decoded"), kept:
-        settings.to_file(unfinished.settings)
-        measured = Measured(config, pair, settings, prompts, encoded, failures=unfinished.failures)
+        measured = Measured(config, pair, prompts, encoded, failures=unfinished.failures)
         run_stages(measured, unfinished)
         certify_recommended(measured, unfinished)
         with phase("report"):

@@ -52,14 +52,8 @@ class MeasureConfig(Filters, PromptedTarget):
     """The level at which the intervals of all settings hold together."""
     costs: str | None = None
     """Null measures the costs of forwards and drafting; with none nothing is predicted."""
-    dtype: str = field(default="auto", kw_only=True)
-    """Weights and arithmetic of all models: float32, bfloat16, float16, float64, or auto. On a CPU, auto means as the
-    target is stored or float32, the faster in a short timing, and likewise for each draft model; on a GPU, as stored.
-    T=0 texts are certain to be identical in float32 and float64 only."""
     compiled: bool | None = None
-    """Compile all models, plain decoding included; null: if a short timing finds it faster."""
-    threads: int | None = field(default=None, kw_only=True)
-    """CPU threads; torch's default if null."""
+    """Compile all models, plain decoding included; null: where a token takes less than 0.1 s eagerly."""
     lossless_tokens: int | None = None
     """Tokens, at least 2000, on which the distribution of each sampled run's text is tested. Null: 2000, for the
     recommended run in each setting and in all. 0: no test, and therefore no GO above T=0."""

@@ -18,7 +18,6 @@ from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.rounds import ExpectedText
 from draftsmith.scripts.report.types import Failure, Verifier
-from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 from draftsmith.train.models import default_device
@@ -92,7 +91,6 @@ class Measured:
 
     config: MeasureConfig
     pair: Pair
-    chosen: Settings
     prompts: Sequence[Prompt]
     """The replayed prompts; the first of them are decoded too."""
     prompt_ids: Sequence[list[int]]

@@ -42,11 +42,6 @@ class Unfinished:
         self.errors: list[Exception] = []
         self._directory = Path(config.output) / DIRECTORY
 
-    @property
-    def settings(self) -> Path:
-        """The file of the fastest settings: a continued run does not time them again."""
-        return self._directory / "settings.json"
-
     @contextmanager
     def of_run(
         self, config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]

@@ -54,8 +54,6 @@ class Environment(Entry):
     git_sha: str | None
     compiled: bool | None = None
     """True if forwards ran compiled, also those of plain decoding."""
-    settings_by: str | None = None
-    """The timings that chose dtype, threads and compilation; null where these were given."""
     timed: str | None = None
     """How often texts were timed, and how many times remain in doubt; null for a server."""
     compilation_seconds: NotNegative | None = None

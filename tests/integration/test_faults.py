@@ -44,7 +44,6 @@ from draftsmith.scripts.report.rounds import read_rounds
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import DraftRequest, ProtocolError, Service, decode
-from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
 from draftsmith.train.cli import check_fields, fields_of
 from draftsmith.train.data.mapped import Texts, map_completions
@@ -241,7 +240,6 @@ READERS: dict[str, Reader] = {
     "a kept batch": Reader(lines([asdict(GROUP)]), lambda path: read(list[Group], path)),
     "kept costs": Reader(lines([TABLE]), lambda path: read(list[ValidTable], path)),
     "a kept certificate": Reader(lines(asdict(Certificate(p_value=0.5))), lambda path: read(Certificate, path)),
-    "kept settings": Reader(lines(asdict(Settings("float32", 1, False, None))), lambda path: read(Settings, path)),
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),
     "a checkpoint's job": Reader(lines(JOB), lambda path: JobRecord.left_in(path.parent)),

@@ -28,11 +28,10 @@ from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.scripts import pair
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.pair import NOT_HERE
-from draftsmith.scripts.timed_settings import Settings, load_fastest
 from draftsmith.train.cli import flags_of
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.output_head import last_hidden
-from draftsmith.train.models import empty_model, load_model, load_tokenizer
+from draftsmith.train.models import empty_model, load_model
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher.target_ends import read_ends
@@ -208,14 +207,6 @@ def test_a_profile_of_such_a_target_says_that_it_is_eager(place, capsys):
     assert main([*decoding("profile", place("qwen3-5")), "--compiled", "true"]) == 0
     assert capsys.readouterr().err.count(NO_PROGRAMS) == 1
     assert json.loads((place("qwen3-5") / "profile/profile.json").read_text())["compiled"] is False
-
-
-def test_settings_that_were_kept_compile_no_such_target(place, tmp_path):
-    target = str(place("qwen3-5") / "target")
-    Settings("float32", 1, False, None).to_file(tmp_path / "settings.json")
-    options = {"dtype": "float32", "compiled": True, "kept": tmp_path / "settings.json"}
-    _, settings = load_fastest(target, load_tokenizer(target), [], **options)
-    assert not settings.compiled
 
 
 @pytest.mark.parametrize("name", ["generate", "measure", "tune", "profile"])

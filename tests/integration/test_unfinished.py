@@ -165,14 +165,14 @@ def failing(patch, error: Exception, name: str, calls: int) -> None:
                 raise error
         return decode(target, proposer, *args, **options)
 
-    chosen, load = [], command.load_fastest
+    chosen, load = [], command.load_decoding
 
     def loaded(*args, **options):
-        pair, settings = load(*args, **options)
+        pair, compiled = load(*args, **options)
         chosen.append(pair.proposers[name])
-        return pair, settings
+        return pair, compiled
 
-    patch.setattr(command, "load_fastest", loaded)
+    patch.setattr(command, "load_decoding", loaded)
     patch.setattr(side_by_side, "speculative_generate", speculative)
 
 

@@ -17,7 +17,6 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup
 from draftsmith.scripts.measure.round_costs import priced_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
-from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 
@@ -71,7 +70,7 @@ def measured(target, tokenizer, rows: int = 1, drafter: Drafter | None = None) -
     config = MeasureConfig("target", "prompts.jsonl", "out", ["prompt_lookup"])
     replay = Replay([text(*each) for each in zip(TOKENS, SIZES, strict=True)])
     return Measured(
-        config, Pair(target, tokenizer, "float32", [drafter]), Settings("float32", 1, False, None),
+        config, Pair(target, tokenizer, "float32", [drafter]),
         [Prompt(str(i), "", None, None) for i in range(3)], [[1, 2]] * 3, {0.0: [[0] * n for n in TOKENS]},
         {(0.0, rows, Method()): groups}, {(0.0, "hybrid", PROBABILISTIC): replay}, [TABLE], {}, [],
     )  # fmt: skip

@@ -24,7 +24,6 @@ from draftsmith.scripts.measure.verdict import comparisons, judge_runs, more_pro
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report.types import Failure, Gate, GatePart, ProposerEntry, Run, Speed
 from draftsmith.scripts.report.words import headline
-from draftsmith.scripts.timed_settings import Settings
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 
@@ -400,7 +399,7 @@ def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1)
     ]
     config = MeasureConfig("target", "prompts.jsonl", "out", ["prompt_lookup"])
     return Measured(
-        config, Pair(target, tokenizer, "float32", drafters), Settings("float32", 1, False, None),
+        config, Pair(target, tokenizer, "float32", drafters),
         prompts, [[1, 2]] * len(texts), {0.0: texts}, {(0.0, rows, Method()): groups},
         {(0.0, name, PROBABILISTIC): replayed(own) for name, own in a.items()}, tables, {}, [],
     )  # fmt: skip
