@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
+from draftsmith.decode.errors import SHARE, InputError, at_least, at_most, more_than, one_of, require
 from draftsmith.decode.options import Options
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.options import LoraOptions
@@ -25,8 +25,6 @@ class ParallelOptions(Options):
     about 1 ÷ (1 − r) times a plain draft's arithmetic."""
     parallel_minimum: float = 0.05
     """The least share of positions that have a mask for a token at any distance."""
-    parallel_decay: float = 1.0
-    """The loss weighs the j-th token after the next one by decay^j."""
     parallel_mask_token: int | str | None = None
     """The mask token of a parallel draft, as an id or as the tokenizer writes it. No text may contain it. By default it
     is the initial draft's, or else the first row beyond the tokenizer, or an unused special token."""
@@ -37,7 +35,6 @@ class ParallelOptions(Options):
             raise InputError(f"parallel: expected 0, or between 2 and {MOST} tokens, found {self.parallel}")
         require(self, more_than(0) & at_most(1), "parallel_retention")
         require(self, SHARE, "parallel_minimum")
-        require(self, finite(more_than(0)) & DECAY, "parallel_decay")
 
 
 @dataclass

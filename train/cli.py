@@ -49,7 +49,7 @@ FILE_ONLY = frozenset({
     "any_target", "source_weights", "unfinished", "lossless_tokens",
     "alpha", "beta", "eta", "decay", "on_policy_tokens", "patience", "stop_after",
     "attn_implementation", "loss_chunk", "save_dtype",
-    "parallel_retention", "parallel_minimum", "parallel_decay", "parallel_mask_token",
+    "parallel_retention", "parallel_minimum", "parallel_mask_token",
     "head_learning_rate_multiplier", "warmup_heads",
     "norm_before_fc", "fc_norm", "norm_output",
     "anchors", "mask_token",

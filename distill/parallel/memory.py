@@ -21,7 +21,7 @@ class ParallelPlan(DraftPlan):
 
     def parts(self) -> dict[str, Any]:
         """Return the attributes of the kind's trainer that its loss reads."""
-        parts = {"mask_token": 0, "_weights_K": torch.ones(self.config.parallel), "_mask_work": np.zeros(3)}
+        parts = {"mask_token": 0, "_mask_work": np.zeros(3)}
         if self.config.attn_implementation == "flex_attention":  # which takes no mask of all pairs
             parts["hidden_of"] = lambda model, input_ids, **_: last_hidden(model, input_ids=input_ids)
         return parts

@@ -30,10 +30,10 @@ from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_
 class ParallelTrainer(DistillTrainer):
     """A trainer that minimises an objective at the completions' positions and their masks (PARD, arXiv 2504.18583).
 
-    The loss is summed over each position's chain with weights decay^j, and averaged over positions. Block terms take a
+    The loss is summed over each position's chain, and averaged over positions. Block terms take a
     chain as the drafted block. Evaluation replays rounds of one forward each: `mean_acceptance_length` is that of
     blocks of min(`draft_length`, K) tokens, and `alpha_j` is Σ_v min(p, q) of the j-th token after the next one.
-    `alpha` and the other metrics are those of the next token, as for a plain draft with these weights, whose τ is
+    `alpha` and the other metrics are those of the next token, as for a plain draft with the same weights, whose τ is
     `plain_mean_acceptance_length`.
     """
 
@@ -55,8 +55,6 @@ class ParallelTrainer(DistillTrainer):
             )
         self.length = config.parallel
         self.shares = kept_shares(config.parallel, config.parallel_retention, config.parallel_minimum)
-        decay = config.parallel_decay ** np.arange(self.length)
-        self._weights_K = torch.tensor(decay, dtype=torch.float32, device=self.args.device)
         self._mask_work = np.zeros(3)  # `Chains.work`, summed since the last line of the log
 
     def get_batch_samples(
@@ -113,8 +111,7 @@ class ParallelTrainer(DistillTrainer):
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_EH, head),) = learners
-            weights_E = self._weights_K[chains.offsets_E]
-            return chunked_objective(objective, hidden_EH, head, p_E, labels_E, sizes, weights_E)
+            return chunked_objective(objective, hidden_EH, head, p_E, labels_E, sizes)
 
         def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
@@ -169,8 +166,7 @@ class ParallelTrainer(DistillTrainer):
         return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
 
     def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
-        weighted_BE = (table_BNKF[..., 4] * (inside_BNK * self._weights_K)).flatten(1)
-        losses = [losses_E.sum() for losses_E in weighted_BE]
+        losses = [losses_E.sum() for losses_E in (table_BNKF[..., 4] * inside_BNK).flatten(1)]
         plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
         a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
         rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)

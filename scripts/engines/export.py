@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Export as the flags say, and print the lines; return 1 if the verification fails, which keeps the export."""
     config = parse_config(ExportConfig, argv, prog="draftsmith export")
     check(config)
-    python = None if config.verify is None else engine_python(config.engine)
+    python = None if config.verify is None else engine_python()
     with phase("export"):
         lines = export(config)
     for line in lines:

@@ -28,7 +28,6 @@ from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import load_decoding, read_tokens
 from draftsmith.scripts.report.page import render_page
 from draftsmith.scripts.report.rounds import ROUNDS, rounds_text
-from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.train.cli import parse_config
@@ -40,7 +39,7 @@ from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.provenance import write_json
 
 DRAFT_LENGTHS = "draft_lengths.json"
-FILES = ("report.json", "report.html", "summary.md")
+FILES = ("report.json", "report.html")
 
 
 def measure(config: MeasureConfig) -> Report:
@@ -115,7 +114,6 @@ def measure_server(config: MeasureServerConfig) -> Report:
 def _write(report: Report, output: Path) -> None:
     write_json(output / "report.json", report)
     write_atomically(output / "report.html", render_page(report))
-    write_atomically(output / "summary.md", markdown(report))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = str(error)
     else:
         print_report(report)
-        print(f"report: {Path(config.output) / 'report.html'}, and report.json and summary.md next to it")
+        print(f"report: {Path(config.output) / 'report.html'}, and report.json next to it")
         if report.server is not None and report.failures:
             failure = report.failures[0].error
     if failure is not None:

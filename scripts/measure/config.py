@@ -28,7 +28,7 @@ class MeasureConfig(Filters, PromptedTarget):
     """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
 
     output: str
-    """The directory that receives `report.json`, `report.html` and `summary.md`."""
+    """The directory that receives `report.json` and `report.html`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose config.json says its kind,
     or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as another kind: `draft:DIR`

@@ -420,9 +420,8 @@ def test_drafters_that_take_turns_are_measured_each_by_itself(root, tmp_path):
         for name in ("num_drafts", "num_draft_tokens", "num_emitted_tokens"):
             assert sum(counts[name] for counts in run["sources"].values()) == run["counts"][name]
         assert run["predicted_speedup"]["value"] > 0 and run["replay"]["agrees"] is True
-    page, summary = ((tmp_path / "out" / name).read_text() for name in ("report.html", "summary.md"))
-    text = printed(report, tmp_path)
-    assert all(words in page and words in summary and words in " ".join(text.split()) for words in said)
+    page, text = (tmp_path / "out/report.html").read_text(), printed(report, tmp_path)
+    assert all(words in page and words in " ".join(text.split()) for words in said)
     assert max(map(len, text.splitlines())) <= 80
     predicted = curve_of(report, "hybrid", 0.0)["predicted_speedup"]
     assert list(predicted) == ["1", "2"]
@@ -530,9 +529,8 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
     signs = {(c["proposer"], c["other"]): c["mean_acceptance_length"]["value"] for c in report["comparisons"]}
     assert signs.keys() == {("bad", "target"), ("bad", "stock"), ("target", "stock")}
     assert signs["target", "stock"] > 0.1 and signs["bad", "target"] < 0
-    out, summary = capsys.readouterr().out, (tmp_path / "out/summary.md").read_text()
+    out = capsys.readouterr().out
     assert "\nGO " in out and f"report: {tmp_path / 'out/report.html'}" in out
-    assert summary.startswith("## draftsmith: GO\n") and "95% confidence: passed." in summary
 
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
@@ -546,9 +544,8 @@ def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
     assert "gain of τ over the stock draft" in worse and "bad" not in worse
     # The stock draft is what is to be beaten, not what is to be deployed.
     assert report["recommendation"]["proposer"] == "draft" and report["runs"][0]["proposer"]["path"].endswith("bad")
-    out, summary = capsys.readouterr().out, (tmp_path / "out/summary.md").read_text()
-    assert "\nNO-GO " in out and summary.startswith("## draftsmith: NO-GO\n")
-    assert "failed." in summary and all(f"* {failure}" in summary for failure in (slow, worse))
+    out = " ".join(capsys.readouterr().out.split())
+    assert " NO-GO " in out and all(failure in out for failure in (slow, worse))
 
 
 def test_drafts_have_names_that_tell_them_apart():

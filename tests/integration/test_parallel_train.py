@@ -56,7 +56,7 @@ def texts_of(batch: dict) -> list[tuple[list[int], list[bool]]]:
     return found
 
 
-def eager(trainer: ParallelTrainer, batch: dict, weights: list[float]) -> Tensor:
+def eager(trainer: ParallelTrainer, batch: dict) -> Tensor:
     """The loss by plain causal forwards of [prefix, masks], one for each anchor."""
     lengths = _lengths(batch)
     draft, target, objective = trainer.draft, trainer.target, trainer.objective
@@ -72,7 +72,7 @@ def eager(trainer: ParallelTrainer, batch: dict, weights: list[float]) -> Tensor
             q = draft(input_ids=torch.tensor([fed])).logits[0, t:]
             labels = torch.tensor(ids[t + 1 : t + 2 + masks])
             features = objective.features(p[t : t + 1 + masks], q, labels)
-            total = total + (torch.tensor(weights[: masks + 1]) * features[:, 0]).sum()
+            total = total + features[:, 0].sum()
     assert anchor == len(lengths)
     return total
 
@@ -85,7 +85,6 @@ def _lengths(batch: dict) -> list[int]:
 CASES = {
     "plain": {},
     "packed": {"packing": True, "max_length": 64},
-    "weights": {"parallel_decay": 0.7},
     "prompts": {"prompt_loss": True, "divergence": "tvd"},
 }
 
@@ -95,8 +94,7 @@ def test_the_loss_and_its_gradients_are_those_of_a_forward_for_each_anchor(pipel
     trainer = built(parallel(pipeline, tmp_path, **options), monkeypatch)
     batch, draft = a_step(trainer), trainer.draft
     assert isinstance(trainer.objective, Objective) and max(_lengths(batch)) == K - 1
-    weights = [options.get("parallel_decay", 1.0) ** j for j in range(K)]
-    expected = eager(trainer, batch, weights)
+    expected = eager(trainer, batch)
     expected.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
     draft.zero_grad()
@@ -239,7 +237,6 @@ def test_the_arithmetic_of_masks_is_the_drafts_alone(pipeline, tmp_path, monkeyp
         ({"parallel": 1}, "parallel: expected 0, or between 2 and 256 tokens, found 1"),
         ({"parallel_retention": 0.0}, "parallel_retention: expected more than 0"),
         ({"parallel_minimum": 1.5}, "parallel_minimum: expected a share"),
-        ({"parallel_decay": 0.0}, "parallel_decay: expected "),
     ],
 )
 def test_fields_out_of_range_are_refused(pipeline, tmp_path, options, message):

@@ -192,7 +192,6 @@ def test_a_drafter_that_fails_leaves_the_others_reported(root, whole, tmp_path, 
     assert (
         f"the report is partial, 1 of its parts failed, first {what}: {message}." in report["recommendation"]["reason"]
     )
-    assert f"* Failed: {what}: {message}" in (output / "summary.md").read_text()
     assert "the report is partial" in " ".join(capsys.readouterr().out.split())
     again = measured(root, output, min_speedup=0.01)
     assert again["runs"] == whole["runs"] and again["failures"] == [] and again["gate"]["passed"] is True

@@ -45,10 +45,8 @@ class ExportOptions:
     """draft_lengths.json that `measure` wrote: vLLM's launch line then gives the draft length for each load."""
     verify: str | None = None
     """`vllm`: let vLLM decode prompts with the export, at temperature 0 in float32, and compare its texts and counts
-    with this decoder's. For draft models, and heads in a format that vLLM loads, with their target."""
-    engine: str | None = None
-    """The Python that has vLLM. If not given: the environment variable DRAFTSMITH_ENGINE, .venv-engine/bin/python in
-    this folder, which `make engine` installs, or the current Python."""
+    with this decoder's. For draft models, and heads in a format that vLLM loads, with their target. The environment
+    variable DRAFTSMITH_ENGINE is the Python that has vLLM, by default that of `make engine`, or the current one."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 

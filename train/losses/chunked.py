@@ -115,15 +115,14 @@ def chunked_objective(
     teacher: TeacherDistributions | None,
     labels_N: Tensor,
     sizes: ChunkSizes | None = None,
-    weights_N: Tensor | None = None,
 ) -> Tensor:
-    """Return an objective, summed over positions with weights, 1 if None: the loss that training minimises.
+    """Return an objective, summed over positions: the loss that training minimises.
 
     Gradients flow to `hidden_NH` and to the head, which is cut to the tokens. `teacher` is None for an objective that
     needs no target.
     """
-    weights_N = hidden_NH.new_ones(len(hidden_NH), dtype=torch.float32) if weights_N is None else weights_N
-    return chunked_sum(objective.features, weights_N[:, None], labels_N, hidden_NH, head, teacher, sizes)[0]
+    weights_N1 = hidden_NH.new_ones(len(hidden_NH), 1, dtype=torch.float32)
+    return chunked_sum(objective.features, weights_N1, labels_N, hidden_NH, head, teacher, sizes)[0]
 
 
 def chunked_objectives(

@@ -89,21 +89,20 @@ class EngineOutput(ServerMessage):
     results: list[Result]
 
 
-def engine_python(path: str | None = None) -> Path:
-    """Return a Python with vllm: the one at `path`, or `DRAFTSMITH_ENGINE`'s, that of `make engine`, or this one."""
-    field, name = ("engine", path) if path else (VARIABLE, os.environ.get(VARIABLE))
-    if name:
+def engine_python() -> Path:
+    """Return a Python with vllm: `DRAFTSMITH_ENGINE`'s, that of `make engine`, or this one."""
+    if name := os.environ.get(VARIABLE):
         # Links are not resolved: a virtual environment's Python is a link.
         python = Path(os.path.abspath(os.path.expanduser(name)))
         if not _has_vllm(python):
-            raise InputError(f"{field}: expected a Python that has vllm, found none at {name}")
+            raise InputError(f"{VARIABLE}: expected a Python that has vllm, found none at {name}")
         return python
     if _has_vllm(IN_THIS_FOLDER.absolute()):
         return IN_THIS_FOLDER.absolute()
     if importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    remedy = f"name one by --engine or {VARIABLE}, or install one with `make engine`"
-    raise InputError(f"engine: expected a Python that has vllm, found none: {remedy}")
+    remedy = f"name one by {VARIABLE}, or install one with `make engine`"
+    raise InputError(f"verify: expected a Python that has vllm, found none: {remedy}")
 
 
 def _has_vllm(python: Path) -> bool:

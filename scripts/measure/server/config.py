@@ -32,7 +32,7 @@ class MeasureServerConfig(Filters):
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
-    """The directory that receives `report.json`, `report.html` and `summary.md`."""
+    """The directory that receives `report.json` and `report.html`."""
     baseline_server: str | None = None
     """The URL of a second server of the same target without speculation, to compare with; the two take turns."""
     model: str | None = None

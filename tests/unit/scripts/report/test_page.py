@@ -14,7 +14,6 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report import entries, types
 from draftsmith.scripts.report.page import lossless, render_page
-from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, Run, Speed
 from draftsmith.scripts.report.words import turns
@@ -263,22 +262,6 @@ def test_no_go_names_what_failed_and_the_lossy_drafter():
         assert words in page.text, words
 
 
-def test_the_summary_has_the_gate_and_a_line_for_each_run(full):
-    parts = [types.GatePart("speed-up above 2", False), types.GatePart("lossless text", True)]
-    gate = types.Gate(2.0, None, 0.95, passed=False, failures=["too slow"], parts=parts)
-    runs = [full.runs[0], replace(full.runs[1], alpha=None, predicted_speedup=None)]
-    chosen = replace(full.recommendation, go=False)
-    lines = markdown(replace(full, runs=runs, gate=gate, recommendation=chosen)).splitlines()
-    assert lines[0] == "## draftsmith: NO-GO" and lines[2] == chosen.reason
-    assert "Gate: speed-up above 2 and lossless text, 95% confidence: failed." in lines and "* too slow" in lines
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
-    shown = runs[0].shown_length
-    length = f"{shown.value:.2f} [{shown.ci95[0]:.2f}, {shown.ci95[1]:.2f}]"
-    assert rows[0][:6] == ["0", "1", "draft", "2", "0.70", length] and rows[0][7].endswith("×")
-    assert [row[4] for row in rows] == ["0.70", "–"] and rows[1][7] == "–"
-    assert "Gate" not in markdown(replace(full, gate=None))
-
-
 def test_hostile_words_stay_words(full):
     drafter, first = replace(DRAFTERS["draft"], name=HOSTILE, path=HOSTILE), full.curves[0]
     html = render_page(
@@ -332,7 +315,7 @@ def test_a_table_s_title_is_shown_as_it_is():
     assert name in shown.getvalue()
 
 
-def test_page_table_and_summary_have_the_verdict_of_each_setting(full):
+def test_page_and_table_have_the_verdict_of_each_setting(full):
     settings = [
         types.SettingVerdict(0.0, 1, True, "the draft is <fast>.", "draft", 4, est(1.39, 0.11)),
         types.SettingVerdict(0.8, 1, False, "that is not shown.", "medusa", 4, Estimate(1.05, (1.0, 1.12), 80)),
@@ -346,14 +329,12 @@ def test_page_table_and_summary_have_the_verdict_of_each_setting(full):
     assert page.headings[:2] == [f"✓ {line}", "A setting that pays"] and "hero go" in source
     assert "✓ GO the draft is <fast>." in page.text and "✗ NO-GO that is not shown." in page.text
     assert source.count('class="star"') == 1 and "the green ring is the recommended setting" in source
-    assert f"## draftsmith: {line}\n\nDeploy where it pays: T = 0.\n" in markdown(report)
-    assert "* GO: the draft is <fast>.\n* NO-GO: that is not shown.\n" in markdown(report)
     assert (f"{line}\nDeploy where it pays: T = 0.\n  GO     the draft is <fast>.\n  NO-GO  that is not") in printed(
         report, 100
     )
 
 
-def test_page_table_and_summary_say_who_drafted_in_the_same_words():
+def test_page_and_table_say_who_drafted_in_the_same_words():
     sources = {
         "suffix": Counts(num_drafts=41, num_emitted_tokens=126),
         "a draft with a long name [/x]": Counts(num_drafts=59, num_emitted_tokens=74),
@@ -363,10 +344,9 @@ def test_page_table_and_summary_say_who_drafted_in_the_same_words():
     said = "suffix 41 % of rounds, 63 % of tokens; a draft with a long name [/x] 59 %, 37 %"
     assert turns(report.runs[0]) == said
     assert f"draft, γ = 4, T = 1, batch size 1: {said}" in page_of(report).text
-    assert f"* draft, γ = 4, T = 1, B = 1: {said}\n" in markdown(report)
     assert f"draft, γ=4, T=1: {said}" in " ".join(printed(report).split())
     assert max(map(len, printed(report).splitlines())) <= 80
     # Of one that drafts alone nothing is said, nor where there was no round.
     for other in (minimal(), minimal(runs=[replace(alone, sources=dict.fromkeys(sources, Counts()))])):
         assert turns(other.runs[0]) is None
-        assert "take turns" not in page_of(other).text and "Who drafted" not in markdown(other)
+        assert "take turns" not in page_of(other).text
