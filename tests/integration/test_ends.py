@@ -93,7 +93,7 @@ def test_what_the_target_says_of_its_texts_and_is_not_applied_is_said_once(
     assert load_pair(str(target), load_tokenizer(target)).left_out == settings
     assert caplog.messages == [line]
     caplog.clear()
-    assert doctor(["--target", str(target), "--costs", "false"]) == 0
+    assert doctor(["--target", str(target)]) == 0
     assert f"own settings: the generation config has {', '.join(settings)}" in " ".join(capsys.readouterr().out.split())
     config = PrepareConfig(str(target), str(pipeline / "short.txt"), str(tmp_path / "texts"), max_new_tokens=2)
     prepare(config)

@@ -73,7 +73,7 @@ def test_it_is_measured_replayed_and_certified(toy, pipeline, tmp_path, monkeypa
         ["profile", "--prompts", "PROMPTS", "--max-new-tokens", "4", "--output", "OUT"],
         ["tune", "--prompts", "PROMPTS", "--max-new-tokens", "4",
          "--levels", '{"threshold": [0.5]}', "--output", "OUT"],
-        ["doctor", "--costs", "true", "--batch-size", "1"],
+        ["doctor", "--batch-size", "1"],
         ["export", "--format", "own", "--output", "OUT"],
     ],
 )  # fmt: skip
