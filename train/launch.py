@@ -49,7 +49,7 @@ from draftsmith.train.teacher.state_cache import StateCache
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
-MORE = "a larger training.max_steps or training.num_train_epochs continues from there, and resume false starts again"
+MORE = "a larger training.max_steps or num_train_epochs continues from there, another training.output_dir begins anew"
 
 
 @phase("reading completions")

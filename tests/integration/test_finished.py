@@ -175,7 +175,7 @@ def test_a_run_keeps_its_shape_and_its_loss(kind, first, then, named, pipeline, 
 
     run(1, **first)
     for count in (1, 2):  # over a finished run, and to continue it
-        with pytest.raises(InputError, match=f"^{named}; give that, or resume false"):
+        with pytest.raises(InputError, match=f"^{named}; give that, or another training.output_dir"):
             run(count, **then)
     assert len(steps) == 1
 

@@ -84,7 +84,7 @@ def test_what_would_see_samples_twice_is_refused_with_what_to_give(tmp_path, cha
     JOB.write(checkpoint)
     replace(JOB, processes=4, accumulation=4).require_resumable(checkpoint)
     replace(JOB, processes=64, batch=1, accumulation=1).require_resumable(checkpoint)
-    with pytest.raises(InputError, match=f"^{re.escape(message)}.*; give that, or resume false"):
+    with pytest.raises(InputError, match=f"^{re.escape(message)}.*; give that, or another training.output_dir"):
         replace(JOB, **changed).require_resumable(checkpoint)
 
 

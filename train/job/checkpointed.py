@@ -29,7 +29,7 @@ from transformers.trainer_utils import TrainOutput
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
 from draftsmith.decode.validation import Count, read
 
-WAY_OUT = "remove it to continue from the one before, or give resume false and another training.output_dir"
+WAY_OUT = "remove it to continue from the one before, or give another training.output_dir"
 
 
 @dataclass(frozen=True)

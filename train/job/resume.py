@@ -17,7 +17,7 @@ from draftsmith.train.provenance import as_json, write_json
 from draftsmith.train.runs import checkpoints
 
 RECORD = "job.json"
-AGAIN = "give that, or resume false and another training.output_dir"
+AGAIN = "give that, or another training.output_dir"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def newest_checkpoint(output_dir: str) -> Path | None:
         lacking = next((host for host, names in listings if not names), hosts[-1])
         raise InputError(
             f"training.output_dir: expected the same checkpoints on all machines, found some in {output_dir} on "
-            f"{hosts[0]} and not on {lacking}; copy them there, or give resume false"
+            f"{hosts[0]} and not on {lacking}; copy them there, or give another one"
         )
     return next((path for path in reversed(checkpoints(output_dir)) if path.name in common), None)
 
