@@ -159,18 +159,6 @@ def padded(pipeline, tmp_path_factory, tokenizer) -> Path:
     return root
 
 
-def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path):
-    """4, and 4 × 1: the mean is over the tokens of the whole batch."""
-    runs = []
-    for size in (4, 1):
-        training = {"max_steps": 4, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        runs.append(command.train_heads(heads_configured(pipeline, tmp_path / str(size), training=training)))
-    for part in runs[1:]:
-        assert history(part, "loss") == pytest.approx(history(runs[0], "loss"), rel=1e-5)
-        assert history(part, "grad_norm") == pytest.approx(history(runs[0], "grad_norm"), rel=1e-4)
-        assert furthest(part.model.state_dict(), runs[0].model.state_dict()) < 1e-5
-
-
 def test_the_most_frequent_tokens_are_kept_and_none_that_no_text_holds(pipeline, caplog):
     data = training_examples([str(pipeline / "long")])
     tokens = [x for row in data for x in row["labels"] if x != IGNORED]

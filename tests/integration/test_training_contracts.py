@@ -132,7 +132,8 @@ def test_a_drafter_learns_and_what_is_measured_is_replay(sharp, pipeline, tokeni
     before, after = history(trainer, "eval_mean_acceptance_length")
     assert steps < 40 or 1 <= before < after - 0.05
     assert furthest(trainer.target.state_dict(), weights(sharp[0])) == 0
-    assert not any(p.requires_grad for p in trainer.target.parameters())
+    assert not any(part.requires_grad for part in trainer.target.parameters())
+    assert not any(module.training for module in trainer.target.modules())
     updated = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert updated == {id(p) for p in trainer.model.parameters() if p.requires_grad}
     saved, own = load_file(tmp_path / "model.safetensors"), trainer.model.state_dict()
