@@ -177,25 +177,6 @@ def test_a_gradient_that_is_not_finite_stops_with_the_samples_before_it_is_learn
     assert all(p.isfinite().all() for p in trainers[-1].model.parameters())
 
 
-def test_training_ends_when_acceptance_no_longer_rises_and_the_best_draft_is_kept(pipeline, tmp_path, monkeypatch):
-    """Whatever the loss does: acceptance is made to peak at the second evaluation."""
-    heights, real = iter([1.5, 2.5, 2.0, 1.9, 1.8]), DistillTrainer.evaluate
-
-    def evaluate(self, *args, **kwargs):
-        metrics = real(self, *args, **kwargs)
-        metrics["eval_mean_acceptance_length"] = next(heights, 1.0)
-        return metrics
-
-    monkeypatch.setattr(DistillTrainer, "_evaluate", lambda self, trial, ignore: evaluate(self))
-    training = {"max_steps": 10, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
-    training |= {"load_best_model_at_end": True}
-    config = configured(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], patience=2, training=training)
-    assert config.training.metric_for_best_model == "mean_acceptance_length" and config.training.greater_is_better
-    trainer = command.distill(config)
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-4")
-    assert furthest(weights(tmp_path / "out"), weights(tmp_path / "out" / "checkpoint-4")) == 0.0
-
-
 def test_selection_on_the_loss_is_refused(pipeline, tmp_path):
     training = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     training |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
