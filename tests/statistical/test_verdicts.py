@@ -1,13 +1,15 @@
-"""How often verdicts are wrong, on simulated data; the figures of the documentation are of more data sets."""
+"""How often verdicts and forecasts are wrong, on simulated data; the documentation has figures of more data sets."""
 
 import numpy as np
+import pytest
 
 from benchmarks.gate import BenchGateConfig, clocks, counts
 from benchmarks.gate.speedups import BOUND, Times, gate_figures
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.measure.estimates import Observation
+from draftsmith.decode.measurement.learning_curve import LUCK, forecast
+from draftsmith.scripts.measure.estimates import FALSE_ALARM, Observation, same_length
 from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.measure.verdict import judge_runs
 from draftsmith.scripts.report.types import Gate, ProposerEntry, Run
@@ -73,3 +75,56 @@ def test_a_server_that_does_as_expected_is_seldom_said_to_depart(monkeypatch):
     (table,) = counts.alarm_figures(BenchGateConfig(simulations=40)).values()
     assert len(table) == 2 and all(row["false alarms"] <= 0.05 for row in table.values())
     assert any(row["0.2 less accepted is seen"] > 0 for row in table.values())
+
+
+SIZES = np.array([1.0, 2.0, 4.0, 8.0]) * 1e4
+
+
+@pytest.mark.parametrize(("exponent", "noise"), [(0.3, 0.05), (0.5, 0.2), (1.0, 0.02)])
+def test_the_interval_of_a_forecast_holds_the_truth(exponent, noise):
+    """50 rounds at 95 %, some prompts easier, runs with luck: fewer than 42 hits have a probability of 2e-3.
+
+    At ten times the text the least that is promised is 85 %: fewer than 36 hits have a probability of 5e-3.
+    """
+    ahead = np.array([2.0, 10.0])
+    hits, truth = np.zeros(2), 2.6 - 0.8 * np.array([*SIZES, *(SIZES[-1] * ahead)]) ** -exponent * 1e4**exponent
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        easier, luck = rng.normal(0, 0.1, 64), rng.normal(0, noise, (4, 64))
+        tau = truth + rng.normal(0, LUCK, 6)
+        rounds = 64 / tau[:4, None] * (1 + easier + luck)
+        low, high = np.array([forecast(SIZES, np.full((4, 64), 64.0), rounds, times).ci95 for times in ahead]).T
+        hits += (low <= tau[4:]) & (tau[4:] <= high)
+    assert hits[0] >= 42 and hits[1] >= 36
+
+
+RUNS, PROMPTS, TOKENS = 8, 16, 48
+RATE = 0.55
+"""Accepted shares of drafted tokens, γ = 3."""
+
+
+def rounds(rng: np.random.Generator, rate: float, texts: int) -> np.ndarray:
+    """Return how many rounds each of some texts takes, (texts,)."""
+    accepted = np.cumprod(rng.random((texts, TOKENS, 3)) < rate, axis=-1).sum(-1)
+    return 1 + (np.cumsum(1 + accepted, axis=-1) < TOKENS).sum(-1)
+
+
+def refused(rng: np.random.Generator, decoded_rate: float) -> bool:
+    """Say whether a report of eight runs has one where they disagree; texts and their difficulty are each prompt's."""
+    tokens = [TOKENS] * PROMPTS
+    rates = np.clip(RATE + 0.15 * rng.standard_normal(PROMPTS), 0.05, 0.95)
+    # What replay expects of a text, nearly without noise.
+    expected = [rounds(rng, rate, 12).mean() for rate in rates]
+    for _ in range(RUNS):
+        decoded = [int(rounds(rng, rate * decoded_rate, 1)[0]) for rate in rates]
+        if not same_length((tokens, decoded), (tokens, expected), RUNS):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("decoded_rate", "least", "most"), [(1.0, 0, 2 * FALSE_ALARM), (0.75, 0.9, 1)])
+def test_reports_are_told_apart(decoded_rate, least, most):
+    """Of 40 reports the false-alarm rate exceeds a tenth by chance once in 70 times; the seed is fixed."""
+    rng = np.random.default_rng(0)
+    share = np.mean([refused(rng, decoded_rate) for _ in range(40)])
+    assert least <= share <= most

@@ -1,15 +1,28 @@
-"""Which kernel attention gets on CUDA: never the one that holds all scores."""
+"""Which kernel attention gets on CUDA, in forwards and under each drafter: never the one that holds all scores."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import tiny_llama
 from families import tiny_model
 from torch.nn import functional
+from trained_parallel import as_parallel
 
-from draftsmith.decode import Tree
+from draftsmith.decode import (
+    DraftModelProposer,
+    LookaheadProposer,
+    ParallelDraftProposer,
+    PromptLookupProposer,
+    Proposer,
+    Tree,
+    speculative_generate,
+)
 from draftsmith.decode.cache.kernels import ALIGNED, CudaKernels, additive_mask, cuda_kernel, fused_attention
 from draftsmith.distill.parallel.model import parallel_hidden
+from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.target_states import TargetStates
 from draftsmith.medusa.trainer import states_of_steps
 
@@ -125,3 +138,37 @@ def test_nor_does_a_parallel_draft():
     with CudaKernels() as kernels:
         parallel_hidden(draft, ids, ids, ids, ids)
     assert set(kernels.chosen) == {"efficient"}
+
+
+SHAPE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
+PROMPTS = {"one": [[5, 6, 7]], "ragged rows": [[0, 0, 5, 6, 7], [3, 1, 4, 1, 5]]}
+
+
+def model(seed: int, layers: int = 4) -> torch.nn.Module:
+    """Of four query heads in two groups, as wide as kernels want them."""
+    return tiny_llama(seed, layers=layers, hidden=64).to(torch.bfloat16)
+
+
+TARGET = model(0)
+DRAFTERS: dict[str, Callable[[], Proposer]] = {
+    "draft": lambda: DraftModelProposer(model(1, 1)),
+    "draft, tree": lambda: DraftModelProposer(model(1, 1), SHAPE),
+    "parallel": lambda: ParallelDraftProposer(as_parallel(model(1, 1), 90, 4)),
+    "lookup": PromptLookupProposer,
+    "lookahead": LookaheadProposer,
+    "Medusa": lambda: MedusaProposer(MedusaHeads.of_target(TARGET, 3), SHAPE),
+    "Hydra": lambda: MedusaProposer(MedusaHeads.of_target(TARGET, 3, hydra=True), SHAPE),
+    "EAGLE-3": lambda: EagleProposer(EagleHeads.of_target(TARGET)),
+    "EAGLE-3, tree": lambda: EagleProposer(EagleHeads.of_target(TARGET), SHAPE),
+}
+
+
+@pytest.mark.parametrize("rows", PROMPTS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_drafter_s_rounds_fall_to_the_math_kernel(name, rows):
+    prompts = torch.tensor(PROMPTS[rows])
+    with CudaKernels() as kernels:
+        speculative_generate(
+            TARGET, DRAFTERS[name](), prompts, (prompts != 0).long(), draft_length=3, max_new_tokens=8, do_sample=False
+        )
+    assert len(kernels.chosen) > 8 and "math" not in kernels.chosen, set(kernels.chosen)

@@ -6,10 +6,13 @@ import pytest
 import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
+from specimens import eagle
 
+from draftsmith.decode import Tree, replay_acceptance, speculative_generate
 from draftsmith.decode.cache.features import collect_features, default_layers
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.proposer import EagleProposer
 
 VOCAB = 31
 
@@ -128,3 +131,14 @@ def test_another_target_is_refused(target):
         heads.check_fits(tiny_llama(0, 40, layers=4))
     with pytest.raises(InputError, match="between 1 and the target's 2 layers"):
         heads.check_fits(tiny_llama(0, VOCAB, layers=2))
+
+
+def test_a_proposer_refuses_what_does_not_fit(target):
+    few, heads, ids = eagle(target, torch.tensor([1, 2])), eagle(target), torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    tree = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])
+    with pytest.raises(InputError, match=r"^tree: expected at most 2 siblings"):
+        speculative_generate(target, EagleProposer(few, tree), ids, draft_length=2, max_new_tokens=4)
+    with pytest.raises(InputError, match=r"^eagle: expected heads with the target's vocab_size"):
+        speculative_generate(tiny_llama(0, 40, layers=4), EagleProposer(heads), ids, max_new_tokens=4)
+    with pytest.raises(InputError, match="chains under sampling"):
+        replay_acceptance(target, EagleProposer(heads, tree), [ids[0]], [2], [2], temperature=1)

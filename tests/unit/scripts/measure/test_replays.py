@@ -5,16 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_llama
+from unit.scripts.measure import test_verdict as verdict
 from unit.scripts.measure.test_verdict import LENGTHS, measured
 
-from draftsmith.decode import Replay
+from draftsmith.decode import Counts, Replay
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.measurement.replay import TextReplay
 from draftsmith.decode.replay.batch_replay import replay_by_position
 from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.scripts.measure.build import _agrees
 from draftsmith.scripts.measure.predictions import curve_of
 from draftsmith.scripts.measure.replays import doublings, groups_of
-from draftsmith.scripts.measure.state import PROBABILISTIC
+from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Method, Row
 
 PROMPTS, TOKENS = (1022, 2044, 3, 3, 3, 4095), (7, 5, 2, 1, 7, 1)
 
@@ -76,3 +79,17 @@ def test_a_group_in_which_no_round_starts_has_no_length(own):
     with np.errstate(invalid="raise"):
         group = groups_of(replace(own, prompts=[]), Replay(replay.texts[:5]))["context"]["4096"]
     assert group.tokens_and_rounds(4) == ([1], [0]) and group.mean_acceptance_length[4] == Estimate(None, None, 1)
+
+
+@pytest.mark.parametrize(("dtype", "agrees"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_at_t_0_replay_counts_every_round_only_if_the_drafter_has_no_near_ties(tokenizer, dtype, agrees):
+    """One round of one prompt differs: a near-tie in bfloat16, though the target is in float32."""
+    measured = verdict.measured(tokenizer, [[0] * 8 for _ in range(8)], {})
+    [draft, *_] = measured.pair.drafters
+    measured.pair.drafters[0] = replace(draft, model=tiny_llama(1).to(dtype))
+    replay = verdict.replayed([[1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0] for _ in range(8)])
+    _, rounds = replay.tokens_and_rounds(4)
+    rows = [Row(i, [0] * 8, Counts(num_drafts=round(rounds[i]) + (i == 0), num_emitted_tokens=8)) for i in range(8)]
+    measured.observations[0.0, 1, Method("draft", 4)] = [Group([row], 1.0) for row in rows]
+    measured.replays[0.0, "draft", PROBABILISTIC] = replay
+    assert _agrees(measured, replay, rows, Method("draft", 4), 0.0) is agrees

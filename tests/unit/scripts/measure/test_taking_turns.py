@@ -12,11 +12,14 @@ from draftsmith.decode.measurement.costs import DraftCosts
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.batch_replay import Stretches
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts.engines.draft_lengths import ranges
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup
+from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup, sizes_up_to
 from draftsmith.scripts.measure.round_costs import priced_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
+from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange
+from draftsmith.scripts.report.words import load_words
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.kinds.drafter import Drafter, Pair
 
@@ -125,3 +128,14 @@ def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tok
     heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
     assert (chain.has_one_length, hybrid(heads).has_one_length) == (False, True)
     assert Drafter("draft", "draft", kind_named("draft"), None, DraftModelProposer(target)).members == {}
+
+
+def test_sizes_are_all_small_ones_and_few_large_ones():
+    assert sizes_up_to(8) == list(range(1, 9))
+    many = sizes_up_to(512)
+    assert many[0] == 1 and many[-1] == 512 and len(many) <= 24 and many == sorted(set(many))
+
+
+def test_ranges_are_said_in_words():
+    load = ByLoad("draft", [0.0], [LoadRange(*each) for each in ranges({1: 3, 2: 0}, 4)], {1: Goodput(1.0, 2.0)})
+    assert load_words(load) == "1: γ = 3; 2 to 4: do not draft"

@@ -1,5 +1,6 @@
 """What is kept and told of a run's steps: the first loss, checkpoints, telemetry."""
 
+import copy
 import math
 import time
 
@@ -14,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerState, TrainingArguments
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.job import optimizer
 from draftsmith.train.job.checkpointed import CheckpointedTrainer, to_model_names
 from draftsmith.train.job.flops import DEVICES, Work, known_speed
 from draftsmith.train.job.kept_step import KeptStep
+from draftsmith.train.job.optimizer import Muon, orthogonal
 from draftsmith.train.job.step_checks import FirstLoss
 from draftsmith.train.job.telemetry import Stopwatch, Telemetry
 from draftsmith.train.lora import add_lora
@@ -277,3 +280,31 @@ def test_a_device_is_known_by_its_name():
     assert known_speed("NVIDIA A10G") == DEVICES["A10G"] and known_speed("NVIDIA A100-SXM4-80GB") == DEVICES["A100"]
     assert known_speed("NVIDIA L40S") == DEVICES["L40S"] and known_speed("NVIDIA L4") == DEVICES["L4"]
     assert known_speed("") is None
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_orthogonal_keeps_the_singular_vectors(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = orthogonal(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    kept = u.T @ made @ vh.T
+    assert torch.allclose(kept, kept.diagonal().diag(), atol=1e-4)
+    assert kept.diagonal().min() > 0.6 and kept.diagonal().max() < 1.3
+
+
+def test_float32_steps_are_those_of_the_library_but_for_its_rounding(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    ours = nn.ParameterList([torch.randn(shape, generator=generator) for shape in ((8, 24), (24, 8))])
+    theirs = copy.deepcopy(ours)
+    options = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    made, reference = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    monkeypatch.setattr(optimizer, "has_fast", lambda dtype, device: False)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        made.step()
+        reference.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=0.01)
+        assert torch.equal(made.state[one]["momentum_buffer"], reference.state[other]["momentum_buffer"])
