@@ -99,13 +99,12 @@ def load_decoding(
         return pair, False
     if compiled is not None or device.type not in ("cpu", "cuda"):
         return pair, bool(compiled)
-    with torch.inference_mode():
+    with phase("timing a token, and compiling"), torch.inference_mode():
         eager = {"": forward_after_text(target, compiled=False)}
         if least_seconds(eager, REPEATS, device)[""] >= COMPILED_BELOW:
             return pair, False
         try:
-            with phase("compiling"):
-                forward_after_text(target, compiled=True)()
+            forward_after_text(target, compiled=True)()
         except Exception as error:
             print(f"forwards are eager; compiling failed: {first_line(error)}", file=sys.stderr)
             return pair, False
