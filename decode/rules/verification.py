@@ -117,7 +117,7 @@ def chain_verdicts(
     """Judge chains under sampling on the device, with counts and tokens in one transfer; `compiled` by a program."""
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
     dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
-    r = _padded(uniforms(generators, counts, dtype, device), size)
+    r = uniforms(generators, counts, dtype, device)
     u = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
     drafted, q = stack_tokens(proposals, size), stack_probabilities(proposals, size)
     if compiled and size and sampler.temperature is not None:
@@ -140,7 +140,7 @@ def tree_verdicts(
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
     # A row takes the same random numbers, in the same dtype, as it would alone.
     dtype, device = torch.promote_types(logits.dtype, torch.float32), logits.device
-    r_BK = _padded(uniforms(generators, counts, dtype, device), size)
+    r_BK = uniforms(generators, counts, dtype, device)
     u_B = uniforms(generators, [1] * len(counts), torch.float64, device)[:, 0]
     drafts = _TreeDrafts(proposals, size, r_BK)
     paths: list[list[int]] = [[] for _ in counts]
@@ -172,12 +172,6 @@ def tree_verdicts(
         Verdict(path, NO_TOKEN if broken[row] else tokens[row], [int(drafts.tokens_BK[row, node]) for node in path])
         for row, path in enumerate(paths)
     ]
-
-
-def _padded(r_BK: Tensor, size: int) -> Tensor:
-    """Return random numbers for `size` nodes, (B, size), padded by ones, with which nothing is accepted."""
-    missing = size - r_BK.shape[1]
-    return torch.nn.functional.pad(r_BK, (0, missing), value=1.0) if missing else r_BK
 
 
 class _TreeDrafts:

@@ -90,11 +90,11 @@ KINDS = ["sliding_attention", "full_attention"]
 SHAPES = {
     "chain": lambda: DraftModelProposer(draft()),
     "greedy chain": lambda: DraftModelProposer(draft(), greedy=True),
-    "tree": lambda: DraftModelProposer(draft(), TREE),
+    "tree": lambda: DraftModelProposer(draft(), Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])),
     "parallel chain": lambda: ParallelDraftProposer(parallel(target())),
     "parallel tree": lambda: ParallelDraftProposer(parallel(target()), TREE),
     "eagle chain": lambda: EagleProposer(eagle_heads()),
-    "eagle tree": lambda: EagleProposer(eagle_heads(), TREE),
+    "eagle tree": lambda: EagleProposer(eagle_heads(), Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])),
     "eagle chain, a window": lambda: EagleProposer(eagle_heads(4)),
     "eagle tree, a window": lambda: EagleProposer(eagle_heads(3), TREE),
     "medusa chain": lambda: MedusaProposer(heads(False), Tree.chain(3)),

@@ -77,7 +77,8 @@ def test_the_sampler_is_what_generate_prepares(target, settings):
     assert [type(p) for p in ours.processors] == [type(p) for p in theirs.processors]
     contexts = [torch.tensor([3, 4, 3, 5, 3])]
     logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(ours.probabilities(logits, contexts), theirs.probabilities(logits, contexts))
+    assert torch.equal(p := ours.probabilities(logits, contexts), theirs.probabilities(logits, contexts))
+    assert ours.do_sample or p.max() == 1  # one-hot
 
 
 WRONG = {"temperature": [-1.0], "top_k": [-1], "top_p": [0.0], "min_p": [1.0], "no_repeat_ngram_size": [-1]}

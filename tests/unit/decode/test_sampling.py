@@ -176,5 +176,6 @@ def test_a_token_is_drawn_by_the_numbers_of_its_interval(monkeypatch, size):
         assert torch.equal(draw_rows(3 * p.expand(len(u), -1), u), tokens)  # p need not sum to 1
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert bool((p[draw_rows(p.expand(2, -1), ends)] > 0).all())
-    monkeypatch.setattr(torch, "rand", lambda *size, **options: u[:1])
-    assert int(draw(p, None)) == int(tokens[0])
+    for number in (u[:1], ends[:1]):
+        monkeypatch.setattr(torch, "rand", lambda *size, number=number, **options: number)
+        assert torch.equal(draw(p, None), draw_rows(p[None], number))

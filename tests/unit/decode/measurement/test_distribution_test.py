@@ -189,7 +189,7 @@ def test_greedy_texts_are_compared_with_plain_ones(models):
 def test_sampled_texts_hold_emitted_tokens_alone(models):
     prompts = [text[:k] for text, k in ragged()]
     texts, counts = sample_texts(
-        models[0], DraftModelProposer(models[1]), prompts, 150, batch_size=3, max_new_tokens=20, top_k=0, eos_token_id=4
+        models[0], DraftModelProposer(models[1]), prompts, 150, batch_size=4, max_new_tokens=20, top_k=0, eos_token_id=4
     )
     assert sum(len(text) - k for text, k in texts) == counts.num_emitted_tokens >= 150
     assert len(texts) > 8

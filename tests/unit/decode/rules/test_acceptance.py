@@ -2,10 +2,17 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
-from draftsmith.decode.rules.acceptance import accept_exact, accept_exact_chains, residual
+from draftsmith.decode.rules.acceptance import (
+    accept_exact,
+    accept_exact_chains,
+    accept_siblings,
+    residual,
+    residual_rows,
+)
 from draftsmith.decode.sampling import uniforms
 from draftsmith.decode.tree import Tree
 
@@ -20,6 +27,8 @@ def on_chain(p, q, drafted, generator=None) -> tuple[int, torch.Tensor]:
 def test_residual_without_mass_falls_back_to_p():
     p = torch.tensor([0.5, 0.5])
     assert torch.equal(residual(p, p.clone(), torch.tensor(0)), p)
+    assert torch.equal(residual_rows(p[None], p[None].clone()), p[None])
+    assert accept_siblings(p.numpy(), np.array([0.6, 0.5]), [0], [0.9])[1].tolist() == [0.5, 0.5]
     one = torch.tensor([1.0, 0.0])
     assert torch.equal(residual(one, None, torch.tensor(0)), one)
 
