@@ -96,6 +96,13 @@ class Draft(DrafterKind):
 
         return served(self, config, path)
 
+    def unchanged(self, path: str) -> bool:
+        """Return whether the vocabulary is whole."""
+        from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
+        from draftsmith.train.models import load_config
+
+        return kept_tokens(load_config(path, field="draft")) is None
+
     def drafting(self, config: "ExportOptions", model: "PretrainedConfig") -> dict[str, Any]:
         """Return the fields of vLLM's speculative config other than method and model."""
         from draftsmith.distill.export import GAMMA
@@ -135,7 +142,7 @@ class DraftModel(_OneByOne):
     flags = ("draft",)
     recipe = DISTILL
     formats = launched = SERVERS
-    verifiable = ("vllm",)
+    verifiable, gguf = ("vllm",), "vllm"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether it is a model of the library, of any type."""

@@ -29,7 +29,7 @@ class Block(HeadsKind):
     )
     tree_key, whole_blocks = "block_tree", True
     formats = ("own", "vllm", "sglang", "speculators")
-    launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
+    launched, verifiable, gguf = ("vllm", "sglang", "speculators"), ("vllm", "speculators"), "vllm"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether this is such a drafter, of z-lab, SpecForge, DeepSpec, speculators or ours."""

@@ -30,7 +30,7 @@ class Eagle(HeadsKind):
     has_confidence = True
     tree_key = "eagle_tree"
     formats = ("own", "vllm", "sglang", "speculators")
-    launched, verifiable = ("vllm", "sglang", "speculators"), ("vllm", "speculators")
+    launched, verifiable, gguf = ("vllm", "sglang", "speculators"), ("vllm", "speculators"), "vllm"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether these are EAGLE-3 heads in any format: the authors', SpecForge's, speculators' or ours."""

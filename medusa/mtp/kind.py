@@ -32,6 +32,7 @@ class Mtp(DrafterKind):
         made=("num_layers",),
     )
     formats = launched = verifiable = ("target",)
+    gguf = "target"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether these are layers that draftsmith trained."""

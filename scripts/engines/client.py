@@ -14,12 +14,14 @@ from draftsmith.train.endpoint.client import Client
 
 PREFIX = "vllm:spec_decode_num_"
 PER_POS = f"{PREFIX}accepted_tokens_per_pos_total"
-GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total", "llamacpp:tokens_predicted_total")
 UNDER_WAY = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
+    "llamacpp:requests_processing",
+    "llamacpp:requests_deferred",
 )
 VERIFY_CALLS = "sglang:spec_verify_calls_total"
 SPECULATED = tuple(f"{PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
@@ -51,7 +53,8 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
     """Parse the answer of `/metrics`; `where` names it in the InputError for another format or a bad count.
 
     Names and meaning: vLLM 0.32 `vllm/v1/spec_decode/metrics.py` and `vllm/v1/metrics/loggers.py`; SGLang
-    `python/sglang/srt/observability/metrics_collector.py`, whose `spec_accept_*` are gauges, not counts.
+    `python/sglang/srt/observability/metrics_collector.py`, whose `spec_accept_*` are gauges, not counts; llama.cpp
+    `tools/server/server-task.cpp`.
     """
     totals: dict[str, int] = {}
     positions: dict[int, int] = {}
@@ -62,7 +65,8 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
             f"{where}: expected metrics in Prometheus's text format, found: {first_line(error)}"
         ) from error
     for sample in (sample for family in families for sample in family.samples):
-        name, value = sample.name, sample.value
+        # llama.cpp's counters have vLLM's names under a prefix of its own.
+        name, value = sample.name.replace("llamacpp:spec_decode_", "vllm:spec_decode_"), sample.value
         if name == PER_POS:  # the family also has …_created, which is a time
             position = validate(Position, sample.labels.get("position"), f"{where}: {name}: position")
             positions[position] = positions.get(position, 0) + validate(Whole, value, f"{where}: {name}")

@@ -1,7 +1,10 @@
 """`draftsmith export`: drafters in the formats of other projects, and the commands that serve them."""
 
+import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -11,13 +14,15 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engines.draft_lengths import speculative_fields, with_speculative
-from draftsmith.scripts.engines.offline.jobs import EngineFailure, engine_python
-from draftsmith.scripts.engines.offline.verification import room, verify
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, engine_python, run_jobs
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words, spec_type
+from draftsmith.scripts.engines.offline.verification import Engine, room, verify
 from draftsmith.scripts.kinds import drafter_specs, foreign_kind, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.files import require_writable
 from draftsmith.train.job.kept_step import KeptStep
-from draftsmith.train.kinds.export import check_format, check_output
+from draftsmith.train.kinds.export import GGUF, Served, check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
 
@@ -28,27 +33,66 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
 def check(config: ExportConfig) -> None:
     """Require, before any work, options that this kind of drafter supports."""
     if config.import_from is None:
-        kind, _ = drafter_of(config)
-        kind.check_export(config)
+        kind, path = drafter_of(config)
+        if config.format != GGUF:
+            kind.check_export(config)
+            return
+        if kind.gguf is None:
+            raise InputError(f"format: expected a drafter that llama.cpp loads with {GGUF}, found {kind.title}")
+        if Path(str(config.output)).exists():
+            raise InputError(f"output: expected a new file, found {config.output}, which is there")
+        require_writable(Path(str(config.output)))
+        kind.check_export(converted(config, Path(f"{config.output}.files"), kind, path))
         return
     if config.format is not None:
         check_format(config.format, foreign_kind(config.import_from).formats)
     check_output(Path(str(config.output)))
 
 
-def export(config: ExportConfig) -> list[str]:
-    """Export or import, and return the lines to print; the last one that is no comment (#) is the launch line."""
+def converted(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> ExportConfig:
+    """Return the options of the export whose files llama.cpp's converter reads; they are written to `files`, if any."""
+    options = {"quantize": None, "verify": None, "format": kind.gguf}
+    return replace(config, **options, output=None if kind.unchanged(path) else str(files))
+
+
+def export(config: ExportConfig, files: Path) -> list[str]:
+    """Export or import, and return the lines to print; the last one that is no comment (#) is the launch line.
+
+    `files` is a new directory for files that are converted.
+    """
     if config.import_from is not None:
         return foreign_kind(config.import_from).import_from(config, config.import_from)
     kind, path = drafter_of(config)
     by_load = {} if config.draft_lengths is None else speculative_fields(config.draft_lengths, path)
-    lines, kept = kind.export(config, path), KeptStep.left_in(Path(path))
+    lines = to_gguf(config, files, kind, path) if config.format == GGUF else kind.export(config, path)
+    kept = KeptStep.left_in(Path(path))
     if kept is not None:
         lines = [f"# {path} holds {kept}", *lines]
     if by_load:
         index = max(i for i, line in enumerate(lines) if not line.startswith("#"))
         lines[index] = with_speculative(lines[index], by_load)
     return lines
+
+
+def to_gguf(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[str]:
+    """Write a GGUF file, and return notes and llama-server's launch line."""
+    options, output = converted(config, files, kind, path), Path(str(config.output))
+    kind.export(options, path)
+    source, quantize = options.output or path, config.quantize or "q8_0"
+    LlamaCpp.found(config.engine).convert(source, output, quantize, config.target)
+    (form,) = in_llama_cpp(config, files, kind, path)
+    target = str(output) if form.target else "TARGET.gguf"
+    line = shlex.join(["llama-server", *server_words(target, form.speculative)])
+    return [f"# wrote {output}: {quantize}", line]
+
+
+def in_llama_cpp(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[Served]:
+    """Return the drafter as llama.cpp loads it: a model by itself, or the target's file with layers that draft."""
+    options, output = converted(config, files, kind, path), str(config.output)
+    form = kind.served(options, path)[0][0]
+    method = "draft-mtp" if form.target else spec_type(options.output or path)
+    speculative = {"method": method, "model": output, "num_speculative_tokens": form.draft_length}
+    return [Served(f"the GGUF file, {method}", speculative, output if form.target else None)]
 
 
 def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
@@ -59,13 +103,15 @@ def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
     return kind, str(spec.path)
 
 
-def verified(config: ExportConfig, python: Path) -> list[str]:
+def verified(config: ExportConfig, engine: Engine, files: Path) -> list[str]:
     """Decode with the export in a real engine; return the comparisons, a line each, or raise EngineFailure."""
     target, code = str(config.target), config.trust_remote_code
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=code)
     prompts = encoded_prompts(None, tokenizer, PROMPTS, PROMPT_TOKENS)
     kind, path = drafter_of(config)
-    served, drafter = kind.served(config, path)
+    served, drafter = kind.served(config if config.format != GGUF else converted(config, files, kind, path), path)
+    if config.format == GGUF:
+        served = in_llama_cpp(config, files, kind, path)
 
     def load() -> tuple[PreTrainedModel, Proposer]:
         model = load_model(target, field="target", dtype="float32", trust_remote_code=code)
@@ -75,24 +121,41 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and (needed := room(served, prompts, NEW_TOKENS)) > positions:
         raise InputError(f"verify: expected a target with {needed} positions, for prompts and texts, found {positions}")
-    overrides = kind.overrides(model_config)
-    return verify(python, target, served, prompts, load, NEW_TOKENS, code, overrides)
+    overrides, there = kind.overrides(model_config), target
+    if config.format == GGUF:
+        there = str(files.with_name("target.gguf"))
+        LlamaCpp.found(config.engine).convert(target, Path(there), "f32", None)
+    return verify(engine, there, served, prompts, load, NEW_TOKENS, code, overrides)
+
+
+def engine_of(config: ExportConfig) -> Engine | None:
+    """Return the engine that verifies the export, None without one; raise InputError if it is not there."""
+    if config.verify is None:
+        return None
+    if config.verify == "vllm":
+        python = engine_python(config.engine)
+        return Engine("vLLM", lambda jobs: run_jobs(python, jobs))
+    folder = LlamaCpp.found(config.engine)
+    folder.program("llama-server")
+    return Engine("llama.cpp", folder.run_jobs, to_the_limit=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export as the flags say, and print the lines; return 1 if the verification fails, which keeps the export."""
     config = parse_config(ExportConfig, argv, prog="draftsmith export")
     check(config)
-    python = None if config.verify is None else engine_python()
-    with phase("export"):
-        lines = export(config)
-    for line in lines:
-        print(line, flush=True)
-    if python is not None:
-        try:
-            for line in verified(config, python):
-                print(f"# {line}")
-        except EngineFailure as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    engine = engine_of(config)
+    with tempfile.TemporaryDirectory(prefix="draftsmith-export-") as scratch:
+        files = Path(scratch) / "files"
+        with phase("export"):
+            lines = export(config, files)
+        for line in lines:
+            print(line, flush=True)
+        if engine is not None:
+            try:
+                for line in verified(config, engine, files):
+                    print(f"# {line}")
+            except EngineFailure as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
     return 0

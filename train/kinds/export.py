@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-ENGINES = ("vllm",)
+GGUF = "gguf"
+"""The format of llama.cpp, into which its converter brings files of another format."""
+ENGINES = ("vllm", "llama.cpp")
 """Engines that can verify an export."""
+QUANTIZED = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_1", "q5_0", "q4_k_m", "q4_1", "q4_0")
+"""Types of weights in GGUF files."""
 
 
 @dataclass
@@ -31,22 +35,27 @@ class ExportOptions:
     format: str | None = None
     """For draft models: vllm or sglang, which load them unchanged. For heads: own, vllm, and sglang or
     speculators where the kind supports it. For MTP layers: target, the target's files with these layers
-    in them. With `import_from` it is recognised if not given."""
+    in them. For llama.cpp: gguf. With `import_from` it is recognised if not given."""
     output: str | None = None
-    """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full."""
+    """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full; for gguf a
+    new file."""
     target: str | None = None
     """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Required to import
     heads that use its language-model head, hold its embeddings, or name no layers; and to write such."""
     dtype: str | None = None
     """The weights' type in `output`; that of the heads if not given."""
+    quantize: str | None = None
+    """The weights' type in a GGUF file: f32, f16, bf16, q8_0, q6_k, q5_k_m, q5_1, q5_0, q4_k_m, q4_1 or q4_0; q8_0 if
+    not given."""
     draft_length: int | None = None
     """Tokens drafted a round, in the launch line. If not given: the number that it drafts at once, or 4."""
     draft_lengths: str | None = None
     """draft_lengths.json that `measure` wrote: vLLM's launch line then gives the draft length for each load."""
     verify: str | None = None
-    """`vllm`: let vLLM decode prompts with the export, at temperature 0 in float32, and compare its texts and counts
-    with this decoder's. For draft models, and heads in a format that vLLM loads, with their target. The environment
-    variable DRAFTSMITH_ENGINE is the Python that has vLLM, by default that of `make engine`, or the current one."""
+    """`vllm` or `llama.cpp`: let it decode prompts with the export, at temperature 0 in float32, and compare its texts
+    and counts with this decoder's. For draft models, and heads in a format that it loads, with their target. The
+    environment variable DRAFTSMITH_ENGINE is the Python that has vLLM, by default that of `make engine`, or the current
+    one; DRAFTSMITH_LLAMA_CPP is the folder of llama.cpp, by default that of `make llama-cpp`."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 
@@ -57,6 +66,17 @@ class ExportOptions:
             found = f"format {self.format}" if self.draft_length is None else f"draft_length {self.draft_length}"
             raise InputError(f"draft_lengths: expected format vllm and no draft_length with it, found {found}")
         require(self, one_of(ENGINES), "verify")
+        require(self, one_of(QUANTIZED), "quantize")
+        if self.format != GGUF and (self.quantize is not None or self.verify == "llama.cpp"):
+            raise InputError(f"format: expected {GGUF} with quantize and llama.cpp, found {self.format}")
+        if self.format == GGUF:
+            for name, wrong in (("dtype", self.dtype is not None), ("verify", self.verify == "vllm")):
+                if wrong:
+                    raise InputError(f"{name}: expected none of {getattr(self, name)} with format {GGUF}, found it")
+            if self.target is None:
+                raise InputError(f"target: expected its directory for format {GGUF}, found none")
+            if not str(self.output).endswith(".gguf"):
+                raise InputError(f"output: expected the name of a new .gguf file, found {self.output}")
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class DrafterKind(ABC):
     """The formats that `draftsmith export` writes; empty where it cannot be exported."""
     launched: ClassVar[tuple[str, ...]] = ()  # the formats whose launch line contains γ
     verifiable: ClassVar[tuple[str, ...]] = ()  # the formats that `--verify vllm` decodes with
+    gguf: ClassVar[str | None] = None  # the format that llama.cpp's converter reads
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether a directory with this config.json holds a drafter of this kind."""
@@ -125,11 +126,11 @@ class DrafterKind(ABC):
 
     def check_format(self, config: "ExportOptions") -> None:
         """Raise InputError for an unknown format, or an option that does not suit the format."""
-        from draftsmith.train.kinds.export import check_format
+        from draftsmith.train.kinds.export import GGUF, check_format
 
         if not self.formats:
             raise self.no_formats()
-        check_format(str(config.format), self.formats)
+        check_format(str(config.format), (*self.formats, *([GGUF] if self.gguf else ())))
         for name, formats, is_set in (
             ("draft_length", self.launched, config.draft_length is not None),
             ("verify", self.verifiable, config.verify is not None),
@@ -146,6 +147,10 @@ class DrafterKind(ABC):
     def export(self, config: "ExportOptions", path: str) -> list[str]:
         """Write a drafter in a format and return the lines to print; the last one without # is the launch line."""
         raise self.no_formats()
+
+    def unchanged(self, path: str) -> bool:
+        """Return whether servers load the drafter's own directory, so that an export writes no files."""
+        return False
 
     def served(
         self, config: "ExportOptions", path: str

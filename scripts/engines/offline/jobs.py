@@ -154,12 +154,14 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
             ended = f"no end within {timeout:g} s"
         finally:
             end_session(process)
-    lines = [
-        line
-        for line in without_control_codes(log.read_text(encoding="utf-8", errors="replace")).splitlines()
-        if line.strip()
-    ]
-    return f"{ended}: {' '.join(lines[-1].split())[:300]}" if lines else ended
+    return last_words(ended, log)
+
+
+def last_words(ended: str, log: Path) -> str:
+    """Return how a process ended, and its last line of output."""
+    text = without_control_codes(log.read_text(encoding="utf-8", errors="replace"))
+    lines = [" ".join(line.split())[:300] for line in text.splitlines() if line.strip()]
+    return ": ".join(filter(None, [ended, *lines[-1:]]))
 
 
 def without_control_codes(text: str) -> str:

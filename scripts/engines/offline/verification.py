@@ -1,10 +1,10 @@
-"""Verification of an export in vLLM: its texts must equal plain decoding and ours, and its counts those of replay.
+"""Verification of an export in an engine: its texts must equal plain decoding and ours, and its counts those of replay.
 
 All runs are at T=0 in float32. The engine ends before the target is loaded here, since a device holds only one of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,21 @@ from draftsmith.decode.measurement.exactness import GREEDY
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, vllm_counts
 from draftsmith.decode.progress import phase
-from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, Job, run_jobs
+from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, EngineRun, Job
 from draftsmith.train.kinds.export import Served
 
 BATCH = 8
 """Prompts decoded together, by vLLM and by this decoder."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that decodes jobs."""
+
+    name: str
+    run: Callable[[Sequence[Job]], EngineRun]
+    to_the_limit: bool = False
+    """Whether drafts end with the text's most tokens; vLLM drafts and counts past them."""
 
 
 def room(served: Sequence[Served], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
@@ -31,7 +41,7 @@ def room(served: Sequence[Served], prompts: Sequence[Sequence[int]], max_new_tok
 
 
 def verify(
-    python: Path,
+    engine: Engine,
     target: str,
     served: Sequence[Served],
     prompts: Sequence[Sequence[int]],
@@ -40,11 +50,11 @@ def verify(
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Decode prompts (token ids) in vLLM, plainly and with each form of the drafter, and compare with this decoder.
+    """Decode prompts (token ids) in an engine, plainly and with each form of the drafter, and compare with ours.
 
     `served` holds one or several configs of one drafter, with one γ. `load` returns the target in float32 and the
     drafter; it is called after the engine has ended. `overrides` are added to the target's config in vLLM. Return a
-    line for each comparison. Raise EngineFailure if vLLM fails, writes another text, or counts differently.
+    line for each comparison. Raise EngineFailure if the engine fails, writes another text, or counts differently.
     """
     gamma = max(form.draft_length for form in served)
     common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}
@@ -52,21 +62,27 @@ def verify(
     common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
     jobs = [Job(target, speculative=None, **common)]
     jobs += [Job(form.target or target, speculative=dict(form.speculative), **common) for form in served]
-    with phase(f"vLLM decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
-        run = run_jobs(python, jobs)
-    vllm, (plain, *answers) = f"vLLM {run.version}", run.answers
+    with phase(f"{engine.name} decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
+        run = engine.run(jobs)
+    name, (plain, *answers) = f"{engine.name} {run.version}", run.answers
     if isinstance(plain, EngineFailure):
-        raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")
+        raise EngineFailure(f"verify: expected {name} to decode {target} without a drafter, found: {plain}")
     model, proposer = load()
     model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, no warping of logits
-    checks = Checks(model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens)
-    lines = [f"{vllm} on {run.device}, T=0, float32: {len(prompts)} prompts, {max_new_tokens} tokens each"]
-    lines.append(checks.same("vLLM without a drafter", "draftsmith's plain text", checks.plain, plain.token_ids))
+    checks = Checks(
+        engine, model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens
+    )
+    lines = [f"{name} on {run.device}, T=0, float32: {len(prompts)} prompts, {max_new_tokens} tokens each"]
+    lines.append(
+        checks.same(f"{engine.name} without a drafter", "draftsmith's plain text", checks.plain, plain.token_ids)
+    )
     lines.append(checks.decoded_here(gamma))
     for form, answer in zip(served, answers, strict=True):
         if isinstance(answer, EngineFailure):
-            raise EngineFailure(f"verify: expected {vllm} to decode with {form.name}, found: {answer}")
-        lines.append(checks.same(f"vLLM with {form.name}", "its text without", plain.token_ids, answer.token_ids))
+            raise EngineFailure(f"verify: expected {name} to decode with {form.name}, found: {answer}")
+        lines.append(
+            checks.same(f"{engine.name} with {form.name}", "its text without", plain.token_ids, answer.token_ids)
+        )
         lines.append(checks.counted(form, answer))
     lines.append("text at T > 0 is not compared here: `draftsmith certify` tests a server's")
     return lines
@@ -79,9 +95,10 @@ class Checks:
     on its device, and the proposer drafts chains.
     """
 
-    def __init__(self, target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], tokens: int):
+    def __init__(self, engine: Engine, target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], tokens: int):
         """Decode the prompts plainly, to `tokens` tokens each."""
-        self.target, self.proposer, self.prompts, self.tokens = target, proposer, prompts, tokens
+        self.engine, self.tokens = engine, tokens
+        self.target, self.proposer, self.prompts = target, proposer, prompts
         self.plain = self._texts(plain_texts(target, prompts, BATCH, max_new_tokens=tokens))
 
     def same(self, name: str, other: str, expected: Sequence[Sequence[int]], actual: Sequence[Sequence[int]]) -> str:
@@ -99,16 +116,17 @@ class Checks:
         return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(texts))
 
     def counted(self, served: Served, answer: Answer) -> str:
-        """Compare vLLM's counts with those that replay on its texts predicts."""
+        """Compare the engine's counts with those that replay on its texts predicts."""
         expected, counts = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
         line = f"{served.name}, γ = {served.draft_length}: {_words(counts)}"
         if not expected.same_as(counts):
             found = f"{_words(expected)}, found {_words(counts)}"
-            raise EngineFailure(f"verify: expected vLLM with {served.name} to count {found}")
-        return f"{line}, as replay says that vLLM counts"
+            raise EngineFailure(f"verify: expected {self.engine.name} with {served.name} to count {found}")
+        return f"{line}, as replay says that {self.engine.name} counts"
 
     def expected_counts(self, texts: Sequence[Sequence[int]], draft_length: int) -> ServerCounts:
-        """Return the counts of vLLM for writing texts, by replay on them and on the γ tokens after them."""
+        """Return the engine's counts for writing texts, by replay on them and on the γ tokens after them."""
+        limit = self.tokens if self.engine.to_the_limit else None
         # vLLM's last round drafts past the text's end, and those tokens count as drafted.
         written = [torch.cat([p, p.new_tensor(list(t))]) for p, t in zip(self.prompts, texts, strict=True)]
         longer = plain_texts(self.target, written, BATCH, max_new_tokens=draft_length)
@@ -119,7 +137,7 @@ class Checks:
         counts = []
         for text, replayed in zip(texts, replay[""].texts, strict=True):
             assert replayed.rounds is not None  # chains at T=0 always have rounds
-            counts.append(vllm_counts(replayed.rounds, len(text), draft_length))
+            counts.append(vllm_counts(replayed.rounds, len(text), draft_length, limit))
         return pooled(counts)
 
     def _texts(self, sequences: Sequence[Tensor]) -> list[list[int]]:

@@ -1,0 +1,183 @@
+"""llama.cpp, in a folder of its own: GGUF files by its converter, and decoding jobs in its server.
+
+Proven with the tree of `make llama-cpp`. A draft is what `llama-server --spec-type` calls it; the classes in a
+config.json say which.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from pydantic import Field
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import ServerMessage, TokenId, parse
+from draftsmith.scripts.engines.client import read_metrics
+from draftsmith.scripts.engines.offline import gguf_driver
+from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, EngineRun, Job, last_words
+from draftsmith.train.job.processes import end_session
+
+VARIABLE = "DRAFTSMITH_LLAMA_CPP"
+"""The environment variable that names the folder."""
+IN_THIS_FOLDER = Path(".llama.cpp")
+"""The folder that `make llama-cpp` fills."""
+CONVERTER = "convert_hf_to_gguf.py"
+CONVERTED = ("f32", "f16", "bf16", "q8_0")
+"""The types that the converter writes; `llama-quantize` makes the others of f32."""
+SPEC_TYPES = {"Eagle3": "draft-eagle3", "DFlash": "draft-dflash", "DSpark": "draft-dspark"}
+"""`--spec-type` by a part of the class in a drafter's config.json; other files hold draft models."""
+READY, PATIENCE = 120.0, 600.0
+"""Seconds in which the server must be ready, and answer."""
+
+
+class Completion(ServerMessage):
+    """The answer of `/completion`."""
+
+    tokens: list[TokenId] = Field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """A folder of llama.cpp: its source tree, built in `build`."""
+
+    folder: Path
+
+    @classmethod
+    def found(cls, path: str | None = None) -> "LlamaCpp":
+        """Return the folder at `path`, or `DRAFTSMITH_LLAMA_CPP`'s, or that of `make llama-cpp`."""
+        field, name = ("engine", path) if path else (VARIABLE, os.environ.get(VARIABLE))
+        folder = Path(name).expanduser() if name else IN_THIS_FOLDER
+        if not (folder / CONVERTER).is_file():
+            remedy = f"name a folder of llama.cpp by --engine or {VARIABLE}, or install one with `make llama-cpp`"
+            where = f"{field}: " if name else "engine: "
+            raise InputError(
+                f"{where}expected a folder of llama.cpp with {CONVERTER}, found none at {folder}: {remedy}"
+            )
+        return cls(folder.absolute())
+
+    def program(self, name: str) -> str:
+        """Return the path of a built program."""
+        for path in (self.folder / "build" / "bin" / name, self.folder / "bin" / name):
+            if path.is_file():
+                return str(path)
+        raise InputError(
+            f"engine: expected {name} in {self.folder / 'build' / 'bin'}, found none: build llama.cpp there"
+        )
+
+    def convert(self, source: str, output: Path, quantize: str, target: str | None) -> None:
+        """Write a directory as a GGUF file; drafters that read features need the target's directory.
+
+        Raise InputError if the converter refuses.
+        """
+        plain = quantize if quantize in CONVERTED else "f32"
+        written = output if plain == quantize else output.with_suffix(".f32.gguf")
+        words = [sys.executable, "-P", gguf_driver.__file__, str(self.folder), str(Path(source).absolute())]
+        words += ["--outfile", str(written.absolute()), "--outtype", plain]
+        try:
+            _done(words + (["--target-model-dir", str(Path(target).absolute())] if target else []), "convert")
+            if written != output:
+                _done([self.program("llama-quantize"), str(written), str(output), quantize.upper()], "llama-quantize")
+        finally:
+            if written != output:
+                written.unlink(missing_ok=True)
+
+    def run_jobs(self, jobs: Sequence[Job]) -> EngineRun:
+        """Decode jobs one by one, each by a server of its own: `target` is a GGUF file, and ends of text end texts."""
+        answers, version = list[Answer | EngineFailure](), "?"
+        for job in jobs:
+            try:
+                with self.serve(job) as client:
+                    version = client.get("/props").json().get("build_info", "?")
+                    answers.append(_decoded(client, job))
+            except (EngineFailure, InputError) as error:
+                answers.append(EngineFailure(str(error)))
+            except httpx2.HTTPError as error:
+                answers.append(EngineFailure(f"llama-server: {type(error).__name__}: {error}"))
+        return EngineRun(version, "cpu", answers)
+
+    @contextmanager
+    def serve(self, job: Job) -> Iterator[httpx2.Client]:
+        """Start a server for a job, yield a client of it, and end it; raise EngineFailure if it does not start."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = [self.program("llama-server"), *server_words(job.target, job.speculative or {}), "--port", str(port)]
+        words += ["--host", "127.0.0.1", "--metrics", "-np", str(job.max_num_seqs), "--no-warmup"]
+        words += ["-c", str(job.max_model_len * job.max_num_seqs), "-t", str(max((os.cpu_count() or 2) // 2, 1))]
+        with tempfile.TemporaryDirectory(prefix="draftsmith-llama-") as scratch:
+            log = Path(scratch) / "log"
+            with log.open("wb") as output:
+                process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+                    _wait(client, process, log)
+                    yield client
+            finally:
+                end_session(process)
+
+
+def server_words(target: str, speculative: Any) -> list[str]:
+    """Return the arguments of `llama-server` for a target and a drafter, as in vLLM's speculative config."""
+    words = ["-m", target]
+    if speculative:
+        words += ["-md", speculative["model"]] if speculative["model"] != target else []
+        words += ["--spec-type", speculative["method"]]
+        words += ["--spec-draft-n-max", str(speculative["num_speculative_tokens"])]
+    return words
+
+
+def spec_type(directory: str) -> str:
+    """Return what llama.cpp calls the drafter in a directory."""
+    names = str(json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")).get("architectures"))
+    return next((value for part, value in SPEC_TYPES.items() if part in names), "draft-simple")
+
+
+def _decoded(client: httpx2.Client, job: Job) -> Answer:
+    """Ask for all texts, as many at once as the server has slots, and read its counts."""
+
+    def text(prompt: Sequence[int]) -> list[int]:
+        fields = {"prompt": list(prompt), "n_predict": job.max_tokens, "temperature": job.temperature, "seed": job.seed}
+        fields |= {"samplers": ["temperature"], "return_tokens": True, "cache_prompt": False}
+        answer = client.post("/completion", json=fields)
+        if answer.status_code != 200:
+            raise EngineFailure(f"llama-server: expected a completion, found {answer.status_code}: {answer.text[:200]}")
+        return parse(Completion, answer.content, "llama-server").tokens
+
+    with ThreadPoolExecutor(job.max_num_seqs) as pool:
+        texts = list(pool.map(text, job.prompts))
+    return Answer(texts, read_metrics(client.get("/metrics").text, "llama-server").counters)
+
+
+def _wait(client: httpx2.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until a server is ready; raise EngineFailure with its last line if it ends or takes too long."""
+    until = time.monotonic() + READY
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx2.HTTPError:
+            pass
+        time.sleep(0.05)
+    ended = "no answer" if process.poll() is None else f"exit code {process.returncode}"
+    raise EngineFailure(f"llama-server: expected it to start, found {last_words(ended, log)}")
+
+
+def _done(words: Sequence[str], name: str) -> None:
+    """Run a program to its end; raise InputError with its last line if it fails."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-llama-") as scratch:
+        log = Path(scratch) / "log"
+        with log.open("wb") as output:
+            code = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        if code:
+            raise InputError(f"format: expected llama.cpp to {name} these files, found {last_words('', log)}")
