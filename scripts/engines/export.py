@@ -137,7 +137,8 @@ def engine_of(config: ExportConfig) -> Engine | None:
         return Engine("vLLM", lambda jobs: run_jobs(python, jobs))
     folder = LlamaCpp.found(config.engine)
     folder.program("llama-server")
-    return Engine("llama.cpp", folder.run_jobs, to_the_limit=True)
+    # One at a time: several slots share a batch, and then EAGLE-3's heads see the features of others.
+    return Engine("llama.cpp", folder.run_jobs, batch=1, to_the_limit=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

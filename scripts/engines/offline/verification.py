@@ -22,7 +22,7 @@ from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, Engin
 from draftsmith.train.kinds.export import Served
 
 BATCH = 8
-"""Prompts decoded together, by vLLM and by this decoder."""
+"""Prompts that vLLM and this decoder decode together."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Engine:
 
     name: str
     run: Callable[[Sequence[Job]], EngineRun]
+    batch: int = BATCH
+    """Prompts decoded together."""
     to_the_limit: bool = False
     """Whether drafts end with the text's most tokens; vLLM drafts and counts past them."""
 
@@ -59,7 +61,7 @@ def verify(
     gamma = max(form.draft_length for form in served)
     common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}
     common["max_model_len"] = room(served, prompts, max_new_tokens)
-    common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
+    common |= {"max_num_seqs": engine.batch, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
     jobs = [Job(target, speculative=None, **common)]
     jobs += [Job(form.target or target, speculative=dict(form.speculative), **common) for form in served]
     with phase(f"{engine.name} decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):

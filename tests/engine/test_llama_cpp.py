@@ -1,0 +1,80 @@
+"""Drafters in a real llama.cpp: its texts are plain decoding's, and it counts what replay says, to the integer."""
+
+import pytest
+import torch
+from engine import DRAFT, TARGET
+from trained_block import train_block
+from trained_eagle import train_eagle
+from transformers import GenerationConfig
+
+from draftsmith.decode.measurement.distribution_test import plain_texts
+from draftsmith.medusa.block.initial import begin_as_last_layers
+from draftsmith.medusa.block.model import BlockDrafter
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.scripts import cli
+from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.models import load_model, load_tokenizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+DRAFTERS = {
+    "draft": None,
+    "EAGLE-3": {},
+    "EAGLE-3, cut, other norms": {"norm_before_residual": True, "norm_before_fc": True, "cut": True},
+    "DFlash": {"block_size": 4, "anchor_guesses": False},
+    "DFlash 2": {"block_size": 4, "anchor_guesses": False, "selector_rank": 8, "conv_kernel_size": 3},
+    "DSpark": {"block_size": 4, "anchor_guesses": True, "markov_rank": 8},
+    "DSpark, cut": {"block_size": 4, "anchor_guesses": False, "markov_rank": 8, "cut": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = load_model(TARGET, dtype="float32", device="cpu")
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(target, tmp_path_factory):
+    """By name, the directory of a drafter that learnt a little of the target's own text."""
+    prompts = encoded_prompts(None, load_tokenizer(TARGET), 8, 48)
+    texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:6]], 6, max_new_tokens=40)
+    frequent = torch.cat(texts).bincount(minlength=target.config.vocab_size).topk(400).indices.sort().values
+    folder = tmp_path_factory.mktemp("drafters")
+
+    def made(name: str):
+        shape = DRAFTERS[name]
+        if shape is None:
+            return DRAFT
+        torch.manual_seed(0)
+        shape = {"base_model_name_or_path": str(TARGET)} | shape
+        tokens = frequent if shape.pop("cut", False) else None
+        if name.startswith("EAGLE"):
+            heads = train_eagle(target, EagleHeads.of_target(target, tokens, **shape), texts, steps=30)
+        else:
+            drafter = BlockDrafter.of_target(target, 1, token_map=tokens, **shape)
+            begin_as_last_layers(drafter, target)
+            heads = train_block(target, drafter, texts)
+        heads.save_pretrained(folder / name)
+        return folder / name
+
+    return made
+
+
+def export(drafter, output, *more):
+    argv = ["export", "--drafter", drafter, "--target", TARGET, "--format", "gguf", "--output", output, *more]
+    return cli.main([*map(str, argv), "--quantize", "f32", "--verify", "llama.cpp"])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_is_verified_by_the_command(name, saved, tmp_path, capsys):
+    code = export(saved(name), tmp_path / "d.gguf")
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert code == 0
+    assert "# llama.cpp without a drafter: 8 of 8 texts are draftsmith's plain text\n" in out
+    (line,) = (line for line in out.splitlines() if "tokens accepted" in line)
+    assert line.endswith("as replay says that llama.cpp counts")
+    first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
+    assert first > second > 0, "a drafter that guesses nothing proves nothing"
