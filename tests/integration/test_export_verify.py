@@ -14,7 +14,6 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engines import export
-from draftsmith.scripts.engines.offline import verification
 from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, EngineRun, Job
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
@@ -80,7 +79,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch) -> Engine:
     fake = Engine()
-    monkeypatch.setattr(verification, "run_jobs", fake)
+    monkeypatch.setattr(export, "run_jobs", fake)
     monkeypatch.setattr(export, "engine_python", lambda: Path("python"))
     monkeypatch.setattr(export, "PROMPTS", 3)
     monkeypatch.setattr(export, "NEW_TOKENS", TOKENS)

@@ -45,6 +45,7 @@ class Completion(ServerMessage):
     """The answer of `/completion`."""
 
     tokens: list[TokenId] = Field(default_factory=list)
+    stop_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ def _decoded(client: httpx2.Client, job: Job) -> Answer:
         answer = client.post("/completion", json=fields)
         if answer.status_code != 200:
             raise EngineFailure(f"llama-server: expected a completion, found {answer.status_code}: {answer.text[:200]}")
-        return parse(Completion, answer.content, "llama-server").tokens
+        read = parse(Completion, answer.content, "llama-server")
+        if len(read.tokens) < job.max_tokens and read.stop_type != "eos":
+            raise EngineFailure(f"llama-server: expected {job.max_tokens} tokens or an end, found {len(read.tokens)}")
+        return read.tokens
 
     with ThreadPoolExecutor(job.max_num_seqs) as pool:
         texts = list(pool.map(text, job.prompts))

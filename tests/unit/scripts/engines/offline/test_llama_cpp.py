@@ -1,0 +1,135 @@
+"""llama.cpp in a folder: which one, what is refused before it runs, and what its programs say where they fail."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts import cli
+from draftsmith.scripts.engines.client import read_metrics
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job
+from draftsmith.scripts.engines.offline.llama_cpp import VARIABLE, LlamaCpp, server_words, spec_type
+
+CONVERTER = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--outfile") + 1])
+sys.exit("an unknown tokenizer") if "bad" in sys.argv[1] else out.write_text(" ".join(sys.argv[2:]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of llama.cpp whose converter writes its arguments, and whose quantiser copies them."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "llama"
+    (made / "conversion").mkdir(parents=True)
+    (made / "conversion" / "__init__.py").write_text("")
+    base = "class TextModel:\n    def get_vocab_base_pre(self, tokenizer): raise NotImplementedError\n"
+    (made / "conversion" / "base.py").write_text(base)
+    (made / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    return made
+
+
+def program(folder: Path, name: str, lines: str) -> None:
+    (folder / "bin").mkdir(exist_ok=True)
+    path = folder / "bin" / name
+    path.write_text(f"#!{sys.executable}\nimport pathlib, sys\n{lines}\n")
+    path.chmod(0o755)
+
+
+def test_a_folder_is_named_or_lies_here(folder, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"^engine: expected a folder of llama.cpp with convert_hf_to_gguf.py, found"):
+        LlamaCpp.found()
+    with pytest.raises(InputError, match=r"^engine: .* found none at .*elsewhere"):
+        LlamaCpp.found(str(tmp_path / "elsewhere"))
+    assert LlamaCpp.found("llama").folder == folder
+    monkeypatch.setenv(VARIABLE, str(folder))
+    assert LlamaCpp.found().folder == folder
+    with pytest.raises(InputError, match=r"^engine: expected llama-server in .*build/bin, found none"):
+        LlamaCpp.found().program("llama-server")
+
+
+def test_files_are_converted_and_quantised(folder, tmp_path):
+    LlamaCpp(folder).convert("drafter", tmp_path / "d.gguf", "q8_0", "target")
+    words = (tmp_path / "d.gguf").read_text().split()
+    assert words[words.index("--outtype") + 1] == "q8_0"
+    assert words[words.index("--target-model-dir") + 1] == str(tmp_path / "target")
+    copy = "pathlib.Path(sys.argv[2]).write_text(pathlib.Path(sys.argv[1]).read_text() + ' as ' + sys.argv[3])"
+    program(folder, "llama-quantize", copy)
+    LlamaCpp(folder).convert("drafter", tmp_path / "q.gguf", "q4_0", None)
+    assert (tmp_path / "q.gguf").read_text().endswith("--outtype f32 as Q4_0")
+    with pytest.raises(InputError, match=r"expected llama.cpp to convert these files, found an unknown tokenizer"):
+        LlamaCpp(folder).convert("bad", tmp_path / "b.gguf", "f32", None)
+    assert {path.name for path in tmp_path.glob("*.gguf")} == {"d.gguf", "q.gguf"}
+
+
+def test_a_server_that_does_not_start_is_one_line(folder):
+    program(folder, "llama-server", "sys.exit('no such model')")
+    (answer,) = LlamaCpp(folder).run_jobs([Job("t.gguf", [[1]])]).answers
+    assert isinstance(answer, EngineFailure)
+    assert str(answer) == "llama-server: expected it to start, found exit code 1: no such model"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["LlamaForCausalLMEagle3"], "draft-eagle3"),
+        (["DFlash2DraftModel"], "draft-dflash"),
+        (["Qwen3DSparkModel"], "draft-dspark"),
+        (["Qwen3ForCausalLM"], "draft-simple"),
+    ],
+)
+def test_a_drafter_is_named_by_its_class(tmp_path, names, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": names}))
+    assert spec_type(str(tmp_path)) == expected
+
+
+def test_the_targets_own_layers_need_no_second_file():
+    drafting = {"model": "t.gguf", "method": "draft-mtp", "num_speculative_tokens": 2}
+    assert server_words("t.gguf", drafting) == ["-m", "t.gguf", "--spec-type", "draft-mtp", "--spec-draft-n-max", "2"]
+    assert server_words("o.gguf", drafting)[2:4] == ["-md", "t.gguf"]
+
+
+def test_its_counters_are_read():
+    lines = [f"llamacpp:spec_decode_num_{n}_total {v}" for n, v in (("drafts", 5), ("draft_tokens", 14))]
+    lines += ["llamacpp:spec_decode_num_accepted_tokens_total 4", "llamacpp:requests_processing 1"]
+    lines += ['llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 4']
+    metrics = read_metrics("\n".join([*lines, "llamacpp:tokens_predicted_total 9", ""]), "m")
+    counts = metrics.counters
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens_per_pos) == (5, 14, (4,))
+    assert (metrics.generated_tokens, metrics.requests) == (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--quantize", "q3"], "quantize: expected one of f32, "),
+        (["--output", "d.bin"], "output: expected the name of a new .gguf file, found d.bin"),
+        (["--verify", "vllm"], "verify: expected none of vllm with format gguf"),
+        (["--dtype", "float32"], "dtype: expected none of float32 with format gguf"),
+        (["--format", "vllm", "--quantize", "f32"], "format: expected gguf with quantize and llama.cpp, found vllm"),
+        (["--format", "own", "--verify", "llama.cpp"], "format: expected gguf with quantize and llama.cpp, found own"),
+    ],
+)
+def test_refusals(more, message, capsys):
+    argv = ["export", "--drafter", "draft:somewhere", "--target", "t", "--format", "gguf", "--output", "d.gguf", *more]
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--drafter", "draft:somewhere"], "target: expected its directory for format gguf, found none"),
+        (
+            ["--drafter", "prompt_lookup", "--target", "t"],
+            "format: expected a drafter that llama.cpp loads with gguf, ",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(argv, message, capsys):
+    assert cli.main(["export", "--format", "gguf", "--output", "d.gguf", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
