@@ -1,1 +1,1 @@
-"""A real vLLM in another Python: offline decoding jobs, and the verification of exports by their answers."""
+"""Engines that decode for us: a vLLM in another Python, llama.cpp in another folder; exports are verified by their answers."""
