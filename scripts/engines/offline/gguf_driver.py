@@ -17,7 +17,7 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 def main(folder: str) -> None:
     """Convert as the arguments say."""
     sys.path[:0] = [folder, f"{folder}/gguf-py"]
-    from conversion import base
+    from conversion import base  # type: ignore[import-not-found]
 
     known = base.TextModel.get_vocab_base_pre
 
