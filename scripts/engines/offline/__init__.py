@@ -1,1 +1,1 @@
-"""Engines that decode for us: a vLLM in another Python, llama.cpp in another folder; exports are verified by their answers."""
+"""Engines that verify exports by their answers: a vLLM in another Python, llama.cpp in another folder."""
