@@ -22,7 +22,13 @@ DRAFTERS = {
     "EAGLE-3": {},
     "EAGLE-3, cut, other norms": {"norm_before_residual": True, "norm_before_fc": True, "cut": True},
     "DFlash": {"block_size": 4, "anchor_guesses": False},
-    "DFlash 2": {"block_size": 4, "anchor_guesses": False, "selector_rank": 8, "conv_kernel_size": 3},
+    "DFlash 2": {
+        "block_size": 4,
+        "anchor_guesses": False,
+        "selector_rank": 8,
+        "selector_top_k": 8,
+        "conv_kernel_size": 3,
+    },
     "DSpark": {"block_size": 4, "anchor_guesses": True, "markov_rank": 8},
     "DSpark, cut": {"block_size": 4, "anchor_guesses": False, "markov_rank": 8, "cut": True},
 }

@@ -157,11 +157,12 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
     return last_words(ended, log)
 
 
-def last_words(ended: str, log: Path) -> str:
-    """Return how a process ended, and its last line of output."""
+def last_words(ended: str, log: Path, telling: str = "") -> str:
+    """Return how a process ended, and its last line of output, or the first of those with some words."""
     text = without_control_codes(log.read_text(encoding="utf-8", errors="replace"))
     lines = [" ".join(line.split())[:300] for line in text.splitlines() if line.strip()]
-    return ": ".join(filter(None, [ended, *lines[-1:]]))
+    told = [line for line in lines if telling and telling in line]
+    return ": ".join(filter(None, [ended, *(told[:1] or lines[-1:])]))
 
 
 def without_control_codes(text: str) -> str:

@@ -174,7 +174,7 @@ def _wait(client: httpx2.Client, process: "subprocess.Popen[bytes]", log: Path) 
             pass
         time.sleep(0.05)
     ended = "no answer" if process.poll() is None else f"exit code {process.returncode}"
-    raise EngineFailure(f"llama-server: expected it to start, found {last_words(ended, log)}")
+    raise EngineFailure(f"llama-server: expected it to start, found {last_words(ended, log, 'error loading')}")
 
 
 def _done(words: Sequence[str], name: str) -> None:

@@ -67,10 +67,10 @@ def test_files_are_converted_and_quantised(folder, tmp_path):
 
 
 def test_a_server_that_does_not_start_is_one_line(folder):
-    program(folder, "llama-server", "sys.exit('no such model')")
+    program(folder, "llama-server", "sys.exit('error loading model: too small\\nexiting')")
     (answer,) = LlamaCpp(folder).run_jobs([Job("t.gguf", [[1]])]).answers
     assert isinstance(answer, EngineFailure)
-    assert str(answer) == "llama-server: expected it to start, found exit code 1: no such model"
+    assert str(answer) == "llama-server: expected it to start, found exit code 1: error loading model: too small"
 
 
 @pytest.mark.parametrize(
