@@ -101,7 +101,7 @@ class Engine:
     `method` and `draft_tokens`, verified after the text's last token, are SGLang's; `tree` if they form one.
     """
 
-    kind: Literal["vllm", "sglang", "other"]
+    kind: Literal["vllm", "sglang", "llama.cpp", "other"]
     version: str | None = None
     method: str | None = None
     draft_tokens: int | None = None
@@ -122,6 +122,9 @@ async def identify_engine(client: Client) -> Engine:
                 None if drafted is None else drafted - 1,
                 tree=width > 1 and drafted != (info.speculative_num_steps or 0) + 1,
             )
+    _, value = await _page(client, "/props")
+    if isinstance(value, dict) and isinstance(value.get("build_info"), str):
+        return Engine("llama.cpp", value["build_info"])
     _, value = await _page(client, "/version")
     if isinstance(value, dict) and isinstance(value.get("version"), str):
         return Engine("vllm", value["version"])

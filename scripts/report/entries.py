@@ -201,7 +201,7 @@ class ServedBy(Entry):
 
     role: Role
     url: str
-    kind: Literal["vllm", "sglang", "other"]
+    kind: Literal["vllm", "sglang", "llama.cpp", "other"]
     version: str | None
     model: str
 

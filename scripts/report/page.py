@@ -24,7 +24,7 @@ from draftsmith.scripts.summary import DOUBTFUL
 
 NONE = "–"
 MUCH_REPEATED = 0.25  # the share of repeated n-grams from which the page warns, more than code or tables usually have
-SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "other": "a server"}
 SOURCES = {
     "answers": "each answer, counted by the server",
     "parts": "the server's counters; intervals by the parts that answers came in, which match them step by step",

@@ -1,4 +1,4 @@
-"""The fields that are read of vLLM's and SGLang's answers, in OpenAI's API and SGLang's `/generate`."""
+"""The fields that are read of servers' answers, in OpenAI's API, SGLang's `/generate` and llama.cpp's `/completion`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -153,6 +153,17 @@ class Generated(ServerMessage):
     output_ids: list[TokenId] | None = None
     prompt_token_ids: list[TokenId] | None = None
     meta_info: Meta | None = None
+
+
+class Written(ServerMessage):
+    """A part of an answer of llama.cpp's `/completion`; the last one has the reason why it ended, and no token."""
+
+    error: Any = None
+    content: str = ""
+    tokens: list[TokenId] = Field(default_factory=list)
+    stop_type: str | None = None
+    tokens_predicted: Count | None = None
+    tokens_evaluated: Count | None = None
 
 
 def whole_ids(ids: Sequence[int] | None, count: int | None, finish_reason: str | None) -> bool:

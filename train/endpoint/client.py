@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server, vLLM or SGLang, that records when each part of a completion came.
+"""A client of an OpenAI-compatible server, vLLM, SGLang or llama.cpp, that records when each part of a completion came.
 
 Nothing is sent twice: a retry would be timed twice, and counted twice by the server.
 """
@@ -14,13 +14,23 @@ from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.decode.options import Filters
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.endpoint.answers import Delta, Generated, ModelList, StreamPart, WholeCompletion, whole_ids
+from draftsmith.train.endpoint.answers import (
+    Delta,
+    Generated,
+    ModelList,
+    StreamPart,
+    WholeCompletion,
+    Written,
+    whole_ids,
+)
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
 
 KEY = "VLLM_API_KEY"
-TEXT, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generate"
-"""Paths of completions: OpenAI's, and SGLang's own, whose answers have counts."""
+TEXT, CHAT, NATIVE, LLAMA = "/v1/completions", "/v1/chat/completions", "/generate", "/completion"
+"""Paths of completions: OpenAI's, SGLang's own, whose answers have counts, and llama.cpp's own, which have ids."""
+PATHS = {"sglang": NATIVE, "llama.cpp": LLAMA}
+"""Servers' own paths."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,16 @@ class ServedCompletion:
             self.finish_reason, self.stop = meta.finish_reason.type, _stop(meta.finish_reason.matched)
         self.counts = meta.counts()
 
+    def add_written(self, part: Written, now: float) -> None:
+        """Add a part of llama.cpp's `/completion` that came `now`: a token each, also of those accepted together."""
+        self.text = (self.text or "") + part.content
+        self.token_ids = [*(self.token_ids or []), *part.tokens]
+        if part.tokens:
+            self.arrivals.append((now, 0))
+        if part.stop_type is not None and part.stop_type != "none":
+            self.finish_reason = "length" if part.stop_type == "limit" else "stop"
+            self.prompt_tokens, self.completion_tokens = part.tokens_evaluated, part.tokens_predicted
+
 
 def server_key() -> str | None:
     """Return the environment variable with the key of the servers that commands ask, None if it is not set."""
@@ -148,6 +168,8 @@ class Client(HttpClient):
         stream: dict[str, Any] = {"stream": True}
         if native:
             stream["return_prompt_token_ids"] = True
+        elif path == LLAMA:
+            stream["return_tokens"] = True
         else:
             wanted = "return_token_ids" if token_ids else "return_spec_tokens_details"
             stream |= {"stream_options": {"include_usage": True}, wanted: True}
@@ -157,7 +179,7 @@ class Client(HttpClient):
             size += len(data)
             if size > MOST_BYTES and not native:  # there each part repeats the text
                 raise self.too_long(f"{self.url}{path}")
-            self._add(answer, data, path, native)
+            self._add(answer, data, path)
             written = max(len(answer.token_ids or []), answer.completion_tokens or 0)
             if most is not None and written > most:
                 raise self.impossible(path, f"expected at most {most} tokens, found {written}")
@@ -166,8 +188,10 @@ class Client(HttpClient):
             raise self.broken_off(path)
         if answer.counts is not None:
             self.counted(path, answer.counts)
-        if native:
-            answer.token_ids, answer.prompt_ids = answer.token_ids or [], answer.prompt_ids or request.get("input_ids")
+        if native or path == LLAMA:
+            sent = request.get("input_ids", request.get("prompt"))
+            answer.prompt_ids = answer.prompt_ids or (sent if isinstance(sent, list) else None)
+            answer.token_ids = answer.token_ids or []
         elif not whole_ids(answer.token_ids, answer.completion_tokens, answer.finish_reason):
             # Servers that parse thinking or tool calls hold back parts of the text, and lose their ids.
             answer.token_ids, answer.arrivals = None, [(time, 0) for time, _ in answer.arrivals]
@@ -190,11 +214,14 @@ class Client(HttpClient):
         except ValueError as error:
             raise self.impossible(path, str(error)) from error
 
-    def _add(self, answer: ServedCompletion, data: str, path: str, native: bool) -> None:
+    def _add(self, answer: ServedCompletion, data: str, path: str) -> None:
         now, problem = time.perf_counter(), None
-        part: Generated | StreamPart = self.read(Generated, data, path) if native else self.read(StreamPart, data, path)
+        part: Generated | Written | StreamPart
+        part = self.read({NATIVE: Generated, LLAMA: Written}.get(path, StreamPart), data, path)
         if part.error is not None:
             problem = server_words(data.encode())
+        elif isinstance(part, Written):
+            answer.add_written(part, now)
         elif isinstance(part, StreamPart):
             answer.add(part, now)
         elif part.meta_info is None:
@@ -214,10 +241,10 @@ def completion_request(
     temperature: float,
     max_new_tokens: int | None,
     seed: int | None = None,
-    native: bool = False,
+    kind: str = "",
     **options: Any,
 ) -> tuple[dict[str, Any], str]:
-    """Return the body and the path of a request for one completion; `native` is SGLang's own path, except for chats.
+    """Return the body and the path of a request for one completion, by the server's own path for a known `kind`.
 
     All options of sampling are written out under the names of vLLM and SGLang, since servers take missing ones from the
     model's generation_config.json, as `generate` does. `options` are further ones. A `seed` is for sampled text only.
@@ -233,7 +260,14 @@ def completion_request(
         **options,
     }
     seeded = seed is not None and temperature > 0
-    if native and "messages" not in prompt.fields:
+    own = None if "messages" in prompt.fields else PATHS.get(kind)
+    if own == LLAMA:
+        # Here temperature comes before the cuts, as in the library; there it is the last by default.
+        body = {"n_predict": max_new_tokens, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}
+        body |= sampling | {"top_k": filters.top_k or 0, "repeat_penalty": sampling.pop("repetition_penalty")}
+        body |= {"prompt": prompt.ids or prompt.fields.get("prompt"), "cache_prompt": False}
+        return body | ({"seed": seed} if seeded else {}), LLAMA
+    if own == NATIVE:
         sampling |= {"max_new_tokens": max_new_tokens} | ({"sampling_seed": seed} if seeded else {})
         content: dict[str, Any] = {"text": prompt.fields["prompt"]} if prompt.ids is None else {"input_ids": prompt.ids}
         return content | {"sampling_params": sampling}, NATIVE

@@ -98,8 +98,9 @@ def reconcile_settings(
             raise InputError("expect: expected a server that counts chains of drafts by position, found another")
         # At T=0 the two verifiers are the same.
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
-        room = observed.servers["server"].length
-        case = ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
+        server = observed.servers["server"]
+        limit = expectation.settings.max_new_tokens if server.engine.kind == "llama.cpp" else None
+        case = ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], server.length, limit)
         served = [_served(observed, setting, role) for role in observed.servers]
         plain = served[1] if len(served) > 1 else []
         report = expectation.report, expectation.settings, expectation.texts

@@ -91,13 +91,13 @@ async def records_of(
         ServerFailure: one fails; the others are cancelled.
     """
     records, start = dict[int, RequestRecord](), time.perf_counter()
-    native = door.engine.kind == "sglang"
+    kind = door.engine.kind
 
     async def record(index: int) -> None:
         seed = request_seed(prompts[index].prompt.id)
         sent = prompts[index], door.model, door.config, temperature, door.config.max_new_tokens, seed
-        body, path = completion_request(*sent, native, ignore_eos=door.config.ignore_eos)
-        records[index] = _record(index, await door.client.complete(body, path, token_ids=not native), door)
+        body, path = completion_request(*sent, kind, ignore_eos=door.config.ignore_eos)
+        records[index] = _record(index, await door.client.complete(body, path, token_ids=kind != "sglang"), door)
 
     await ask_all(prompts, record, Window(concurrency))
     return [records[index] for index in prompts], time.perf_counter() - start

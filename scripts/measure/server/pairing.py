@@ -49,6 +49,8 @@ class ServedSetting:
     concurrency: int = 1
     room: int | None = None
     """Tokens of the server's context, prompts included; None if it does not say."""
+    limit: int | None = None
+    """The most tokens of a text where drafts end with them, as in llama.cpp."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Pairing:
             a_TK = text.acceptance(drafter, verifier, self.setting.draft_length)
             if a_TK is None:
                 return None
-            room = None if self.setting.room is None else self.setting.room - len(text.prompt_ids)
+            context = None if self.setting.room is None else self.setting.room - len(text.prompt_ids)
+            room = min((most for most in (context, self.setting.limit) if most is not None), default=None)
             length, drafted_T = self.setting.draft_length, text.lengths(drafter)
             counts.append(vllm_counts(a_TK, text.length, length, room, drafted_T, past_end))
         return counts
