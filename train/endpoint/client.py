@@ -175,7 +175,7 @@ class Client(HttpClient):
             stream |= {"stream_options": {"include_usage": True}, wanted: True}
         most = request.get("sampling_params", {}).get("max_new_tokens") if native else request.get("max_tokens")
         answer = ServedCompletion(sent=time.perf_counter())
-        async for data in self.events(path, {**request, **stream}):
+        async for data in self.events(path, {**request, **stream}, marked=path != LLAMA):
             size += len(data)
             if size > MOST_BYTES and not native:  # there each part repeats the text
                 raise self.too_long(f"{self.url}{path}")

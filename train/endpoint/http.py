@@ -164,8 +164,8 @@ class HttpClient:
                 raise self.too_long(str(response.url))
         return bytes(content)
 
-    async def events(self, path: str, body: Any) -> AsyncIterator[str]:
-        """Yield the data of server-sent events as they arrive, up to `[DONE]`; raises as `accepted`."""
+    async def events(self, path: str, body: Any, marked: bool = True) -> AsyncIterator[str]:
+        """Yield the data of server-sent events as they arrive, up to `[DONE]` if `marked`; raises as `accepted`."""
         async with self.accepted(path, body) as response:
             async for line in self._lines(response):
                 if line.startswith("data:"):
@@ -173,7 +173,8 @@ class HttpClient:
                     if data == "[DONE]":
                         return
                     yield data
-        raise self.broken_off(path)
+        if marked:
+            raise self.broken_off(path)
 
     async def _lines(self, response: httpx2.Response) -> AsyncIterator[str]:
         """Yield an answer's lines as they arrive. Only line feeds end them: JSON may hold U+2028 and the like."""

@@ -97,6 +97,7 @@ def test_an_answer_of_sglang_is_counted(drafted, accepted, histogram):
     ("pages", "engine"),
     [
         ({"/version": '{"version": "0.32.0"}'}, Engine("vllm", "0.32.0")),
+        ({"/props": '{"build_info": "b11434-0"}', "/version": '{"version": "1"}'}, Engine("llama.cpp", "b11434-0")),
         ({"/version": '"1.2"', "/server_info": "[1, 2]"}, Engine("other", "1.2")),
         ({"/version": '{"version": {"major": 1}}'}, Engine("other")),
         ({"/version": "<html>", "/server_info": "{}"}, Engine("other")),

@@ -7,6 +7,7 @@ import pytest
 from local_server import answering
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.options import Filters
 from draftsmith.decode.validation import parse_answer
 from draftsmith.train.endpoint import answers, http
 from draftsmith.train.endpoint import client as module
@@ -16,12 +17,12 @@ from draftsmith.train.endpoint.http import ServerFailure
 SECRET = "sk-not-to-be-seen"
 
 
-def complete(monkeypatch, body: bytes, status: str = "200 OK") -> ServedCompletion:
+def complete(monkeypatch, body: bytes, status: str = "200 OK", request=None, path=module.TEXT) -> ServedCompletion:
     monkeypatch.setenv(KEY, SECRET)
 
     async def ask() -> ServedCompletion:
         async with answering(body, status) as url, Client(url, timeout=10) as client:
-            return await client.complete({"model": "m", "prompt": "p", "max_tokens": 4})
+            return await client.complete(request or {"model": "m", "prompt": "p", "max_tokens": 4}, path)
 
     return asyncio.run(ask())
 
@@ -34,6 +35,19 @@ def test_a_text_may_hold_any_sign_of_unicode_that_ends_lines(monkeypatch):
     text = "one\u2028two\u0085three\u2029"
     body = event(choices=[{"text": text, "finish_reason": "stop"}]) + b"data: [DONE]\n\n"
     assert complete(monkeypatch, body).text == text
+
+
+def test_llama_cpp_is_asked_by_its_own_path_in_our_order_of_cuts(monkeypatch):
+    sent = module.SentPrompt(None, [5, 6]), "m", Filters(top_k=3, repetition_penalty=1.5), 0.5, 4, 7
+    request, path = module.completion_request(*sent, "llama.cpp", ignore_eos=False)
+    assert (path, request["prompt"], request["n_predict"], request["seed"]) == ("/completion", [5, 6], 4, 7)
+    assert request["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
+    assert (request["top_k"], request["repeat_penalty"], request["temperature"]) == (3, 1.5, 0.5)
+    parts = event(content="a", tokens=[8], stop=False) + event(content="b", tokens=[9], stop=False)
+    end = event(content="", tokens=[], stop=True, stop_type="eos", tokens_predicted=2, tokens_evaluated=2)
+    answer = complete(monkeypatch, parts + end, request=request, path=path)
+    assert (answer.text, answer.token_ids, answer.prompt_ids) == ("ab", [8, 9], [5, 6])
+    assert (answer.finish_reason, answer.completion_tokens, len(answer.arrivals)) == ("stop", 2, 2)
 
 
 @pytest.mark.parametrize(
