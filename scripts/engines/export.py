@@ -79,7 +79,7 @@ def to_gguf(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> 
     options, output = converted(config, files, kind, path), Path(str(config.output))
     kind.export(options, path)
     source, quantize = options.output or path, config.quantize or "q8_0"
-    LlamaCpp.found(config.engine).convert(source, output, quantize, config.target)
+    LlamaCpp.found().convert(source, output, quantize, config.target)
     (form,) = in_llama_cpp(config, files, kind, path)
     target = str(output) if form.target else "TARGET.gguf"
     line = shlex.join(["llama-server", *server_words(target, form.speculative)])
@@ -124,7 +124,7 @@ def verified(config: ExportConfig, engine: Engine, files: Path) -> list[str]:
     overrides, there = kind.overrides(model_config), target
     if config.format == GGUF:
         there = str(files.with_name("target.gguf"))
-        LlamaCpp.found(config.engine).convert(target, Path(there), "f32", None)
+        LlamaCpp.found().convert(target, Path(there), "f32", None)
     return verify(engine, there, served, prompts, load, NEW_TOKENS, code, overrides)
 
 
@@ -133,9 +133,9 @@ def engine_of(config: ExportConfig) -> Engine | None:
     if config.verify is None:
         return None
     if config.verify == "vllm":
-        python = engine_python(config.engine)
+        python = engine_python()
         return Engine("vLLM", lambda jobs: run_jobs(python, jobs))
-    folder = LlamaCpp.found(config.engine)
+    folder = LlamaCpp.found()
     folder.program("llama-server")
     # One at a time: several slots share a batch, and then EAGLE-3's heads see the features of others.
     return Engine("llama.cpp", folder.run_jobs, batch=1, to_the_limit=True)

@@ -43,9 +43,9 @@ def program(folder: Path, name: str, lines: str) -> None:
 def test_a_folder_is_named_or_lies_here(folder, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"^engine: expected a folder of llama.cpp with convert_hf_to_gguf.py, found"):
         LlamaCpp.found()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "elsewhere"))
     with pytest.raises(InputError, match=r"^engine: .* found none at .*elsewhere"):
-        LlamaCpp.found(str(tmp_path / "elsewhere"))
-    assert LlamaCpp.found("llama").folder == folder
+        LlamaCpp.found()
     monkeypatch.setenv(VARIABLE, str(folder))
     assert LlamaCpp.found().folder == folder
     with pytest.raises(InputError, match=r"^engine: expected llama-server in .*build/bin, found none"):
