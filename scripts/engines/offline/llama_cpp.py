@@ -55,15 +55,13 @@ class LlamaCpp:
     folder: Path
 
     @classmethod
-    def found(cls, path: str | None = None) -> "LlamaCpp":
-        """Return the folder at `path`, or `DRAFTSMITH_LLAMA_CPP`'s, or that of `make llama-cpp`."""
-        field, name = ("engine", path) if path else (VARIABLE, os.environ.get(VARIABLE))
-        folder = Path(name).expanduser() if name else IN_THIS_FOLDER
+    def found(cls) -> "LlamaCpp":
+        """Return the folder that `DRAFTSMITH_LLAMA_CPP` names, or that of `make llama-cpp`."""
+        folder = Path(os.environ.get(VARIABLE) or IN_THIS_FOLDER).expanduser()
         if not (folder / CONVERTER).is_file():
-            remedy = f"name a folder of llama.cpp by --engine or {VARIABLE}, or install one with `make llama-cpp`"
-            where = f"{field}: " if name else "engine: "
+            remedy = f"name one by {VARIABLE}, or install it with `make llama-cpp`"
             raise InputError(
-                f"{where}expected a folder of llama.cpp with {CONVERTER}, found none at {folder}: {remedy}"
+                f"engine: expected a folder of llama.cpp with {CONVERTER}, found none at {folder}: {remedy}"
             )
         return cls(folder.absolute())
 
