@@ -105,7 +105,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def accepted(
-        self, path: str, body: Any = None, what: str = "an answer", timeout: float | None = None
+        self, path: str, body: Any = None, what: str = "an answer", timeout: float | None = None, **request: Any
     ) -> AsyncIterator[httpx2.Response]:
         """Yield the answer to a POST of `body`, or to a GET without one, if the server accepts the request (200).
 
@@ -113,7 +113,7 @@ class HttpClient:
             InputError: the request is refused (4xx).
             ServerFailure: as `stream`, and for any other status.
         """
-        async with self.stream("GET" if body is None else "POST", path, what, timeout, json=body) as response:
+        async with self.stream("GET" if body is None else "POST", path, what, timeout, json=body, **request) as response:
             status = response.status_code
             if status != 200:
                 words = server_words(await self.whole_body(response)) or response.reason_phrase
@@ -166,7 +166,9 @@ class HttpClient:
 
     async def events(self, path: str, body: Any, marked: bool = True) -> AsyncIterator[str]:
         """Yield the data of server-sent events as they arrive, up to `[DONE]` if `marked`; raises as `accepted`."""
-        async with self.accepted(path, body) as response:
+        # llama-server, which marks no end, closes the connection after a stream without saying that it will.
+        headers = {} if marked else {"Connection": "close"}
+        async with self.accepted(path, body, headers=headers) as response:
             async for line in self._lines(response):
                 if line.startswith("data:"):
                     data = line[5:].strip()
