@@ -114,14 +114,19 @@ NAMES = tuple(field.name for field in fields(Counts))
 
 
 def possible(counts: Counts) -> Counts:
-    """Return the counts; a ValueError says why no decoder can have produced them."""
+    """Return the counts; a ValueError says why no decoder can have produced them.
+
+    A server whose drafts differ in length does not say how many reached a position.
+    """
     positions = zip_longest(
         counts.num_accepted_tokens_per_pos, counts.num_reached_per_pos, counts.num_draft_tokens_per_pos, fillvalue=0
     )
     accepted = counts.num_accepted_tokens
     if sum(counts.num_accepted_tokens_per_pos) != accepted or accepted > counts.num_draft_tokens:
         raise ValueError(f"expected as many accepted tokens as all positions have, found {accepted}")
-    if not all(a <= reached <= drafted <= counts.num_drafts for a, reached, drafted in positions):
+    if counts.num_reached_per_pos and not all(
+        a <= reached <= drafted <= counts.num_drafts for a, reached, drafted in positions
+    ):
         raise ValueError("expected no more accepted than reached, reached than drafted, and drafted than rounds")
     return counts
 

@@ -113,7 +113,9 @@ class HttpClient:
             InputError: the request is refused (4xx).
             ServerFailure: as `stream`, and for any other status.
         """
-        async with self.stream("GET" if body is None else "POST", path, what, timeout, json=body, **request) as response:
+        async with self.stream(
+            "GET" if body is None else "POST", path, what, timeout, json=body, **request
+        ) as response:
             status = response.status_code
             if status != 200:
                 words = server_words(await self.whole_body(response)) or response.reason_phrase

@@ -178,7 +178,8 @@ def _run(
     elif length is None:  # of drafts that differ
         length = max(1, round(total.num_draft_tokens / total.num_drafts))
     counts = _counts(total, sum(own.tokens))
-    if accepted.tree or not counts.num_accepted_tokens_per_pos or total.num_draft_tokens != length * total.num_drafts:
+    equal = not accepted.tree and total.num_draft_tokens == length * total.num_drafts
+    if not equal:
         counts = replace(counts, num_draft_tokens_per_pos=(), num_reached_per_pos=())  # not known
     prompts = [entry.prompt for entry in observed.prompts]
     asked, method = frozenset(range(len(prompts))), observed.servers["server"].engine.method
@@ -191,8 +192,8 @@ def _run(
         alpha=accepted.alpha(),
         draft_acceptance_rate=accepted.draft_acceptance_rate(),
         mean_acceptance_length=accepted.mean_acceptance_length(),
-        acceptance_per_position=counts.acceptance_per_position(),
-        conditional_acceptance=counts.conditional_acceptance(),
+        acceptance_per_position=[*total.acceptance_per_position()],
+        conditional_acceptance=counts.conditional_acceptance() if equal else [],
         speedup=own.speedup(plain),
         tokens_per_second=own.speed(),
         lossless=_compared(observed, setting),
