@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,12 @@ def environment(device: torch.device | None, dtype: str | None = None) -> dict[s
     }
 
 
+@cache
 def git_sha() -> str | None:
-    """Return the commit of this source tree, with `+` if it has changes; None outside a checkout."""
+    """Return the commit of this source tree, with `+` if it has changes; None outside a checkout.
+
+    That of the first call, which is nearer to what this process runs.
+    """
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None

@@ -110,10 +110,11 @@ def certify(name: str, dtype: str, place: "Place") -> tuple[bool, dict[str, Any]
     (drafter,), target = pair.drafters, pair.target
     count = PROMPTS if place.full else 4
     encoded = encoded_prompts(None, tokenizer, count, MAX_NEW_TOKENS)
-    prompts = [torch.tensor(ids, device=target.device) for ids in encoded]
+    most = None if place.full else 16  # tokens of a prompt
+    prompts = [torch.tensor(ids[:most], device=target.device) for ids in encoded]
     lengths: dict[str, Any] = {
         "draft_length": drafter.draft_lengths[0],
-        "max_new_tokens": MAX_NEW_TOKENS if place.full else 12,
+        "max_new_tokens": MAX_NEW_TOKENS if place.full else 32,
     }
     plain = plain_texts(target, prompts, batch_size=count, max_new_tokens=lengths["max_new_tokens"])
     drafted = speculative_texts(target, drafter.proposer, prompts, batch_size=count, **lengths)

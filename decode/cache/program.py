@@ -209,6 +209,7 @@ def _write(program: Any, forward: Forward, path: Path) -> None:
             package_path=f"{scratch}/program.pt2",
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
+                "aot_inductor.precompile_headers": False,  # they take as long as a program, which is no faster for them
                 "cpp.min_chunk_size": SMALL,
                 **in_programs(),
             },

@@ -7,7 +7,7 @@ import fated
 import pytest
 import torch
 from draft_service import DraftedFor, start_draft_service
-from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
+from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for, warm_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 fated.end_with_make()
@@ -15,6 +15,14 @@ fated.end_with_make()
 GAMMA = 4
 DRAFTING = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": GAMMA}
 CLASS = "draftsmith.scripts.services.remote_draft.RemoteDraft"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What stands for the engine's Python."""
+    with warm_engine(tmp_path_factory.mktemp("warm")) as python, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_ENGINE", str(python))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,13 @@ every layer's keys of the text by the first one's weights.
 
 import pytest
 import torch
-from engine import PYTHON, TARGET
+from engine import TARGET, verified
 from trained_block import train_block
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.block.initial import begin_as_last_layers
 from draftsmith.medusa.block.model import BlockDrafter
-from draftsmith.scripts import cli
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole vocabulary", "cut vocabulary"])
-def test_a_block_drafter_is_verified_by_the_command(cut, tmp_path, capsys, monkeypatch):
+def test_a_block_drafter_is_verified_by_the_command(cut, tmp_path, capsys):
     target = load_model(TARGET, dtype="float32", device="cpu")
     target.generation_config = GenerationConfig(pad_token_id=0)
     prompts = encoded_prompts(None, load_tokenizer(TARGET), 8, 48)
@@ -32,23 +31,6 @@ def test_a_block_drafter_is_verified_by_the_command(cut, tmp_path, capsys, monke
     drafter = BlockDrafter.of_target(target, 1, token_map=frequent if cut else None, **shape)
     begin_as_last_layers(drafter, target)
     train_block(target, drafter, texts).save_pretrained(tmp_path / "drafter")
-    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
-    argv = [
-        "export",
-        "--drafter",
-        tmp_path / "drafter",
-        "--target",
-        TARGET,
-        "--format",
-        "vllm",
-        "--output",
-        tmp_path / "o",
-    ]
-    code = cli.main([*map(str, argv), "--verify", "vllm"])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    assert "# vLLM with the drafter: 8 of 8 texts are its text without\n# the drafter, γ = 3: " in out
-    (line,) = (line for line in out.splitlines() if line.startswith("# the drafter, γ = 3: "))
-    assert line.endswith("as replay says that vLLM counts")
-    first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
+    argv = ["--drafter", tmp_path / "drafter", "--output", tmp_path / "out"]
+    ((first, second, *_),) = verified(capsys, ["the drafter"], 3, *argv)
     assert first > second > 0, "a drafter that guesses nothing proves nothing"

@@ -4,15 +4,14 @@ from functools import cache
 
 import pytest
 import torch
-from engine import PYTHON, TARGET
-from trained_eagle import drafted, train_eagle
+from engine import TARGET, verified
+from trained_eagle import drafted, fused_states, train_eagle
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.eagle.formats.export import FORMATS
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.scripts import cli
-from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_jobs
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, engine_python, run_jobs
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
@@ -63,7 +62,7 @@ def answers(heads, prompts, tmp_path_factory):
         FORMATS.write(heads(name), folder / name, "vllm")
         jobs[name] = {"method": "eagle3", "model": str(folder / name), "num_speculative_tokens": K}
     asked = [Job(str(TARGET), prompts, config, max_tokens=TOKENS, max_model_len=128) for config in jobs.values()]
-    return dict(zip(jobs, run_jobs(PYTHON, asked, timeout=600).answers, strict=True))
+    return dict(zip(jobs, run_jobs(engine_python(), asked, timeout=600).answers, strict=True))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -76,9 +75,9 @@ def test_vllm_drafts_what_the_heads_draft(answers, heads, target, prompts, name)
     written = [torch.tensor([*ids, *found]) for ids, found in zip(prompts, answer.token_ids, strict=True)]
     longer = plain_texts(target, written, PROMPTS, max_new_tokens=K + 1)  # vLLM drafts and counts behind the end
     for ids, whole in zip(prompts, longer, strict=True):
-        known = len(ids) + 1
+        known, states = len(ids) + 1, fused_states(target, heads(name), whole)
         while known < len(ids) + TOKENS:
-            guesses, right = drafted(target, heads(name), whole[:known], K), 0
+            guesses, right = drafted(target, heads(name), whole[:known], states[:, : known - 1], K), 0
             while right < K and guesses[right] == whole[known + right]:
                 accepted[right] += 1
                 right += 1
@@ -89,26 +88,9 @@ def test_vllm_drafts_what_the_heads_draft(answers, heads, target, prompts, name)
     assert accepted[1] > 10 and accepted[0] < rounds, "heads that guess nothing, or all, prove nothing"
 
 
-def test_heads_are_verified_by_the_command(heads, tmp_path, capsys, monkeypatch):
+def test_heads_are_verified_by_the_command(heads, tmp_path, capsys):
     """Against our decoder and its replay, which have a cache."""
     heads("a cut vocabulary").save_pretrained(tmp_path / "heads")
-    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
-    argv = [
-        "export",
-        "--heads",
-        tmp_path / "heads",
-        "--target",
-        TARGET,
-        "--format",
-        "vllm",
-        "--output",
-        tmp_path / "out",
-    ]
-    code = cli.main([*map(str, argv), "--verify", "vllm"])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    assert "# vLLM with the heads: 8 of 8 texts are its text without\n# the heads, γ = 4: " in out
-    (line,) = (line for line in out.splitlines() if line.startswith("# the heads, γ = 4: "))
-    assert line.endswith("as replay says that vLLM counts")
-    first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
+    argv = ["--heads", tmp_path / "heads", "--output", tmp_path / "out"]
+    ((first, second, *_),) = verified(capsys, ["the heads"], 4, *argv)
     assert first > second > 0, "heads that guess nothing prove nothing"

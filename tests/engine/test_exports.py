@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import DRAFT, PYTHON, TARGET
+from engine import DRAFT, TARGET, verified
 from safetensors.torch import load_file, save_file
 from trained_heads import train_heads
 from trained_parallel import train_parallel
@@ -14,8 +14,7 @@ from draftsmith.decode import Tree
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.heads.formats import export
-from draftsmith.scripts import cli
-from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, run_jobs
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job, engine_python, run_jobs
 from draftsmith.scripts.engines.offline.verification import Checks, Engine
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
@@ -24,6 +23,7 @@ from draftsmith.train.runs import save_model
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 K, TOKENS = 3, 32
+BOTH = "the draft, greedy", "the draft, probabilistic"
 FORMATS = {
     "own": ({}, "vllm"),
     "shared, with biases": ({"original_lm_head": True, "medusa_fc_bias": True}, "vllm"),
@@ -81,7 +81,7 @@ def answers(heads, prompts, tmp_path_factory):
     kept = {k: v for k, v in load_file(weights).items() if k != FAILING["a missing weight"][1]}
     save_file(kept, weights, metadata={"format": "pt"})
     asked = [Job(str(TARGET), prompts, config, max_tokens=TOKENS, max_model_len=128) for config in jobs.values()]
-    return dict(zip(jobs, run_jobs(PYTHON, asked, timeout=600).answers, strict=True))
+    return dict(zip(jobs, run_jobs(engine_python(), asked, timeout=600).answers, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def checks(target, prompts, heads):
         MedusaProposer(heads["own"]),
         [torch.tensor(ids) for ids in prompts],
         TOKENS,
-        Engine("vLLM", lambda jobs: run_jobs(PYTHON, jobs)),
+        Engine("vLLM", lambda jobs: run_jobs(engine_python(), jobs)),
     )
 
 
@@ -112,31 +112,14 @@ def test_what_the_loader_of_vllm_refuses(answers, name):
     assert isinstance(answers[name], EngineFailure) and FAILING[name][1] in str(answers[name])
 
 
-def test_a_draft_is_verified_by_the_command(capsys, monkeypatch):
-    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
-    argv = ["export", "--draft", str(DRAFT), "--target", str(TARGET), "--format", "vllm", "--draft_length", "4"]
-    code = cli.main([*argv, "--verify", "vllm"])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    for method in ("greedy", "probabilistic"):
-        assert (
-            f"# vLLM with the draft, {method}: 8 of 8 texts are its text without\n# the draft, {method}, γ = 4: " in out
-        )
-    assert out.count("as replay says that vLLM counts") == 2
+def test_a_draft_is_verified_by_the_command(capsys):
+    assert len(verified(capsys, BOTH, 4, "--draft", DRAFT, "--draft_length", "4")) == 2
 
 
-def test_a_draft_that_drafts_in_one_forward_is_verified_by_the_command(target, prompts, tmp_path, capsys, monkeypatch):
+def test_a_draft_that_drafts_in_one_forward_is_verified_by_the_command(target, prompts, tmp_path, capsys):
     """One that learnt the target's own text, so that masks are accepted too."""
     texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:4]], 4, max_new_tokens=TOKENS)
     draft = train_parallel(load_model(DRAFT, dtype="float32", device="cpu"), 0, K, texts, steps=60, rate=3e-3)
     save_model(draft, load_tokenizer(DRAFT), tmp_path / "parallel")
-    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
-    argv = ["export", "--draft", str(tmp_path / "parallel"), "--target", str(TARGET), "--format", "vllm"]
-    code = cli.main([*argv, "--verify", "vllm"])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    for method in ("greedy", "probabilistic"):
-        (line,) = (line for line in out.splitlines() if line.startswith(f"# the draft, {method}, γ = {K}: "))
-        assert line.endswith("as replay says that vLLM counts")
-        first, *later = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
-        assert first > later[0] > later[1] > 0, "drafts that guess nothing prove nothing"
+    for first, second, third in verified(capsys, BOTH, K, "--draft", tmp_path / "parallel"):
+        assert first > second > third > 0, "drafts that guess nothing prove nothing"

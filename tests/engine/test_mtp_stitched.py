@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from engine import PYTHON, TARGET
+from engine import TARGET, verified
 from native_layers import qwen_names, save_with_mtp
 from pipelines import mtp_configured, write_completions
 from transformers import AutoModelForCausalLM, ExaoneMoeConfig, GenerationConfig
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, ExaoneMoeConfig, GenerationConfig
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.mtp.__main__ import train_heads
 from draftsmith.medusa.mtp.heads import MtpHeads
-from draftsmith.scripts import cli
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_tokenizer
@@ -57,16 +56,8 @@ def trained(tmp_path_factory):
     return root
 
 
-def test_a_stitched_target_counts_what_replay_says(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
+def test_a_stitched_target_counts_what_replay_says(trained, tmp_path, capsys):
     capsys.readouterr()
-    flags = ["--drafter", f"mtp:{trained / 'mtp'}", "--target", trained / "target", "--format", "target"]
-    flags += ["--draft_length", "3", "--verify", "vllm"]
-    code = cli.main(["export", *map(str, flags), "--output", str(tmp_path / "out")])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    assert "# vLLM with the MTP layers: 8 of 8 texts are its text without" in out
-    (line,) = (line for line in out.splitlines() if line.startswith("# the MTP layers, γ = 3: "))
-    assert line.endswith("as replay says that vLLM counts")
-    accepted = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
-    assert accepted[0] >= accepted[2] > 0, "layers that guess nothing prove nothing"
+    flags = ["--drafter", f"mtp:{trained / 'mtp'}", "--draft_length", "3", "--output", tmp_path / "out"]
+    ((first, _, third),) = verified(capsys, ["the MTP layers"], 3, *flags, target=trained / "target", form="target")
+    assert first >= third > 0, "layers that guess nothing prove nothing"

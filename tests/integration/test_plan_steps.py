@@ -71,7 +71,7 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, models, tmp
     recipe, options = STEPS[name]
     (configure, train), paths = RECIPES[recipe], {"target": models["target"]}
     paths |= {"draft": models["draft"]} if recipe == "distill" else {}
-    values = paths | {"completions": "[c]", "max_length": LENGTH, "loss_chunk": 2**14, "training.use_cpu": True}
+    values = paths | {"completions": "[c]", "max_length": LENGTH, "loss_chunk": 2**16, "training.use_cpu": True}
     values |= {f"training.per_device_{part}_batch_size": ROWS for part in ("train", "eval")} | options
     values |= {"heldout": "[c]", "training.eval_strategy": "steps", "training.eval_steps": 5}
     argv = [recipe, *flags_of(values)]

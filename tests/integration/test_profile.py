@@ -2,11 +2,13 @@
 
 import json
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from listening import LOADING, listened
+from programs import Untraced
 from rich.console import Console
 
 from draftsmith.decode import DraftModelProposer, PromptLookupProposer, Tree, speculative_generate
@@ -92,17 +94,23 @@ def test_nothing_changes_and_the_spans_add_up(target, name, options):
     assert not target._forward_hooks and not target._forward_pre_hooks
 
 
-@pytest.mark.usefixtures("traced")
-def test_compiled_and_lossy_calls():
-    target = tiny_llama(0, layers=1)
+def test_compiled_and_lossy_calls(untraced, monkeypatch):
+    target, call = tiny_llama(0, layers=1), Untraced.__call__
     draft = perturbed(target, 0.05)
-    # Compiled forwards go past the model's hooks.
+
+    def past_hooks(program, *inputs):
+        """Compute as a compiled forward does."""
+        with mock.patch.multiple(target, _forward_hooks={}, _forward_pre_hooks={}):
+            return call(program, *inputs)
+
+    monkeypatch.setattr(Untraced, "__call__", past_hooks)
     for ids, mask in ((IDS[:1], None), (IDS, MASK)):
         expected = speculative_generate(target, DraftModelProposer(draft), ids, mask, compiled=True, **SAMPLED)
         profile = Profile()
         out = profile.generate(target, DraftModelProposer(draft), ids, mask, compiled=True, **SAMPLED)
         assert torch.equal(out.sequences, expected.sequences) and out.row_counts == expected.row_counts
         check(profile)
+    assert {id(model) for model, _ in untraced} >= {id(target), id(draft)}
     expected = speculative_generate(target, DraftModelProposer(draft), IDS[:1], rule="typical", **SAMPLED)
     out = Profile().generate(target, DraftModelProposer(draft), IDS[:1], rule="typical", **SAMPLED)
     assert torch.equal(out.sequences, expected.sequences) and out.departure == expected.departure

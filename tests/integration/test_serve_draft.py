@@ -1,17 +1,23 @@
 """The draft service: what it answers to many at once, what it refuses, and how it ends."""
 
 import asyncio
+import logging
+import multiprocessing
 import socket
+import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 from conftest import tiny_llama
-from draft_service import draft_service, totals
+from draft_service import totals
 from engine import free_port
+from fated import die_with_parent
 from prometheus_client import generate_latest
 from unit.scripts.services.serve_draft.test_texts import chain
 
@@ -19,6 +25,7 @@ from draftsmith.decode import PromptLookupProposer, Switch
 from draftsmith.scripts import cli
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_protocol import VERSION, DraftRequest, DraftRow, Service
+from draftsmith.scripts.services.serve_draft import command
 from draftsmith.scripts.services.serve_draft.app import DraftApp
 from draftsmith.scripts.services.serve_draft.command import Follower
 from draftsmith.scripts.services.serve_draft.texts import Copies, DraftTexts
@@ -222,6 +229,33 @@ def post(url: str, body: bytes, **headers: str) -> httpx2.Response:
     return httpx2.post(f"{url}/propose", content=body, headers=headers, timeout=60)
 
 
+@contextmanager
+def serving(drafter: str, port: int, said: Path, *flags: str) -> Iterator[multiprocessing.Process]:
+    """Run the command in a fork of this process, which has imported it, until the end of the block; it is impatient."""
+
+    def work() -> None:
+        die_with_parent()
+        sys.stdout = sys.stderr = said.open("a", buffering=1)
+        logging.root.handlers.clear()  # pytest's
+        command.GRACE, command.Follower = 0.5, partial(Follower, seconds=0.05)
+        flags_here = ("--port", str(port), "--dtype", "float32", "--threads", "1", *flags)
+        sys.exit(cli.main(["serve-draft", "--drafter", drafter, *flags_here]))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    try:
+        while True:
+            with suppress(httpx2.ConnectError):
+                assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
+                break
+            assert process.is_alive(), said.read_text()
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
 @pytest.mark.slow
 def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(tiny, tokenizer, tmp_path, capsys):
     """A hybrid, which copies nothing from texts as short as the clients'."""
@@ -241,7 +275,7 @@ def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(
             text += [*drafted[: first % 4], first]
 
     drafter, flags = f"hybrid:suffix+{link}@match=30", ("--max-batch", "4", "--cache_tokens", "600")
-    with draft_service(drafter, port, tmp_path / "log", *flags) as process:
+    with serving(drafter, port, tmp_path / "log", *flags) as process:
         threads = [threading.Thread(target=client, args=(f"c{i}", i)) for i in range(5)]
         for thread in threads:
             thread.start()
@@ -273,12 +307,13 @@ def test_the_command_serves_several_clients_follows_its_link_and_ends_when_told(
         (other := tiny_llama(7, size)).save_pretrained(tmp_path / "new")
         move_link(link, str(tmp_path / "new"))
         while f"serving {(tmp_path / 'new').resolve()} now" not in (tmp_path / "log").read_text():
-            assert process.poll() is None
-            time.sleep(0.05)
+            assert process.is_alive()
+            time.sleep(0.02)
         (drafted,) = post(url, protocol.encode(request("late", DraftRow(3, 0, [5, 6], 3)))).json()["drafts"]
         assert drafted == chain(other, [5, 6], 3)
         process.terminate()  # in the middle of a hundred requests
-        assert process.wait(30) == 0
+        process.join(30)
+        assert process.exitcode == 0
         for connection in half_open:
             connection.close()
     log = (tmp_path / "log").read_text()

@@ -72,20 +72,23 @@ def ground(pipeline, tmp_path_factory, tokenizer) -> Path:
     return root
 
 
-STEPS = {"max_steps": 3}
+STEPS = {"max_steps": 2}
 MEASURED = STEPS | {"eval_strategy": "steps", "eval_steps": 1}
 TWICE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 """Two micro-batches of each process."""
 # α rises, so that the smallest is the first: an early checkpoint has to be found again.
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": False}
-EVERY_THIRD = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+EVERY_SECOND = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+# Ten samples are two whole batches an epoch: the checkpoint is in the second.
+RESUMABLE = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "eval_steps": 3}
+RESUMABLE |= {"lr_scheduler_type": "linear", "dataloader_drop_last": True}
 
 RUNS: dict[str, tuple[tuple[str, ...], dict, dict]] = {
     # name: the strategies it is tried under, its options, and what two processes have in addition
-    "draft, best": (EVERY, {"kind": "draft", "heldout": True, "training": {"max_steps": 6} | EVERY_THIRD | BEST}, {}),
+    "draft, best": (EVERY, {"kind": "draft", "heldout": True, "training": {"max_steps": 4} | EVERY_SECOND | BEST}, {}),
     "draft, split": (
         WHOLLY,
-        {"kind": "draft", "draft": "family", "heldout": True, "training": {"max_steps": 6}},
+        {"kind": "draft", "draft": "family", "heldout": True},
         {"target_sharded": True, "training": TWICE | {"activation_checkpointing": True}},
     ),
     "draft, carved": (
@@ -108,11 +111,16 @@ RUNS: dict[str, tuple[tuple[str, ...], dict, dict]] = {
     # DeepSpeed cannot warm up heads alone.
     "joint, adapters, warm": (
         ("fsdp2",),
-        {"kind": "medusa", "backbone": "lora", "lora": LoraOptions(r=4), "warmup_heads": 0.3, "heldout": True}
+        {"kind": "medusa", "backbone": "lora", "lora": LoraOptions(r=4), "warmup_heads": 0.5, "heldout": True}
         | {"training": MEASURED | {"weight_decay": 0.1}},
         {},
     ),
-    "joint, whole": (SHARDED, {"kind": "medusa", "backbone": "full", "heldout": True, "training": MEASURED}, {}),
+    "joint, whole": (
+        SHARDED,
+        {"kind": "medusa", "backbone": "full", "completions": "long", "heldout": True}
+        | {"training": MEASURED | RESUMABLE},
+        {},
+    ),
     "joint, adapters": (("zero3",), {"kind": "medusa", "backbone": "lora", "lora": LoraOptions(r=4)}, {}),
     "EAGLE-3, cut": (
         ("zero3",),
@@ -142,11 +150,12 @@ RUNS: dict[str, tuple[tuple[str, ...], dict, dict]] = {
     ),
 }  # fmt: skip
 ALONE = {  # of two processes alone, or compared with another run
-    "draft, bfloat16": (("fsdp2",), {"kind": "draft", "training": {"max_steps": 6, "bf16": True}}),
+    # Dropout: each rank's generator has to be restored, too.
+    "draft, dropping": (WHOLLY, {"kind": "draft", "draft": "dropping", "completions": "long", "training": RESUMABLE}),
+    "draft, bfloat16": (("fsdp2",), {"kind": "draft", "training": {"max_steps": 4, "bf16": True}}),
     "draft, own texts": (
         SHARDED,
-        {"kind": "draft", "target": "early", "completions": "same", "on_policy": 1.0, "on_policy_tokens": 12}
-        | {"training": {"max_steps": 2}},
+        {"kind": "draft", "target": "early", "completions": "same", "on_policy": 1.0, "on_policy_tokens": 12},
     ),
     "joint, bfloat16": (
         ("fsdp2",),
@@ -154,11 +163,7 @@ ALONE = {  # of two processes alone, or compared with another run
         | {"save_dtype": "bfloat16", "training": STEPS | {"save_strategy": "steps", "save_steps": 2}},
     ),
 }
-RESUMED = {
-    # Dropout: each rank's generator has to be restored, too. The checkpoint is in the second epoch.
-    "draft, dropping": {"kind": "draft", "draft": "dropping"},
-    "joint, resumed": {"kind": "medusa", "backbone": "full"},
-}
+RESUMED = ("draft, dropping", "joint, whole")
 
 
 def planned(ground: Path, strategy: str) -> dict[str, dict]:
@@ -170,10 +175,6 @@ def planned(ground: Path, strategy: str) -> dict[str, dict]:
         elif strategy in strategies:
             found[name] = options | more | {"training": STEPS | options.get("training", {}) | more.get("training", {})}
     found |= {name: options for name, (strategies, options) in ALONE.items() if strategy in strategies}
-    if strategy in WHOLLY:
-        keep = {"max_steps": 7, "save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "linear"}
-        names = list(RESUMED)[: 2 if strategy in SHARDED else 1]
-        found |= {name: RESUMED[name] | {"training": keep} for name in names}
     return {name: placed(ground, options) for name, options in found.items()}
 
 
@@ -226,7 +227,7 @@ def test_two_processes_are_one(alone, together, tokenizer):
         one = alone[0][name]
         metrics = {key for entry in one["log"] for key in entry if key.startswith("eval_")}
         metrics = {key for key in metrics if not key.endswith(("runtime", "per_second"))}
-        assert bool(metrics) == ("heldout" in options) and len(set(logged(one, "loss"))) > 2, name
+        assert bool(metrics) == ("heldout" in options) and len(set(logged(one, "loss"))) > 1, name
         for rank in found:
             run, ran = rank[name], rank[name]["ran"]
             assert (ran["num_processes"], ran["backend"], ran["device"]) == (2, "gloo", "cpu")
@@ -259,21 +260,21 @@ def test_the_best_checkpoint_is_loaded_and_saved(alone, together):
     """Completions have 3 to 12 tokens; of five held-out samples the sixth, that fills a batch, must not count."""
     _, found, output = together
     first, second = ([sum(map(len, part)) for part in rank["draft, best"]["texts"]] for rank in found)
-    assert sum(a != b for a, b in zip(first, second, strict=True)) >= 4
+    assert sum(a != b for a, b in zip(first, second, strict=True)) >= 3
     for rank in found:
-        assert rank["draft, best"]["best"] == str(output / "draft, best" / "checkpoint-3")
+        assert rank["draft, best"]["best"] == str(output / "draft, best" / "checkpoint-2")
     best = alone[1] / "draft, best"
-    assert furthest(weights(best), weights(best / "checkpoint-3")) == 0
-    assert KeptStep.left_in(output / "draft, best").step == 3
+    assert furthest(weights(best), weights(best / "checkpoint-2")) == 0
+    assert KeptStep.left_in(output / "draft, best").step == 2
     assert json.loads((output / "draft, best" / "draftsmith.json").read_text())["config"]["temperature"] == 0.9
 
 
 @under(*WHOLLY)
 def test_layers_are_computed_twice_and_half_of_the_target_is_held(alone, together):
     _, found, _ = together
-    assert alone[0]["draft, split"]["layers"] == [1] * 6
+    assert alone[0]["draft, split"]["layers"] == [1] * 2
     for rank in found:
-        assert rank["draft, split"]["layers"] == [2] * 2 * 6
+        assert rank["draft, split"]["layers"] == [2] * 2 * 2
         assert rank["draft, split"]["target"] == ("DTensor", 0.5)
         assert rank["draft, best"]["target"] == ("Parameter", 1.0)
 
@@ -329,13 +330,13 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ground, together, tmp_pa
     strategy, found, output = together
     runs = {name: run for name, run in planned(ground, strategy).items() if name in RESUMED}
     for name, run in runs.items():
-        checkpoint = output / name / "checkpoint-6"
+        checkpoint = output / name / "checkpoint-3"
         assert 1 < json.loads((checkpoint / "trainer_state.json").read_text())["epoch"] < 2
         run["resumes"] = str(checkpoint)
     resumed = forked(trained, ground, tmp_path, runs, strategy=strategy)
     for name in runs:
         for whole, rest in zip(found, resumed, strict=True):
-            assert rest[name]["texts"] == whole[name]["texts"][6:]
+            assert rest[name]["texts"] == whole[name]["texts"][3:]
             assert logged(rest[name], "loss") == logged(whole[name], "loss")
         assert furthest(stored(output / name), stored(tmp_path / name)) == 0
 
@@ -357,7 +358,7 @@ FSDP2 = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSF
 def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, strategy, flags):
     """Sharding by the launcher alone, of which the config knows nothing; the draft is saved whole all the same."""
     launch = launch_environment(*flags)
-    saved = {"training": STEPS | {"save_strategy": "steps", "save_steps": 2}}
+    saved = {"training": {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}}
     runs = {"draft": {"kind": "draft", **saved}}
     if strategy == "zero2":
         runs["joint"] = placed(ground, RUNS["joint, adapters"][1])
@@ -385,8 +386,8 @@ def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, strate
 def test_the_command_really_launches_two_processes(ground, alone, tmp_path):
     """On the CPU accelerate falls back to one without an error."""
     said, out, file = (tmp_path / name for name in ("said", "out", "run.yaml"))
-    training = {"output_dir": str(out), "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 3e-3}
-    training |= {"lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "steps", "save_steps": 3}
+    training = {"output_dir": str(out), "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 3e-3}
+    training |= {"lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
     training |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
     fields = {name: str(ground / name) for name in ("target", "draft")} | {"temperature": 0.9, "any_target": True}
     fields["completions"] = [str(ground / name) for name in ("short", "long")]
@@ -396,13 +397,13 @@ def test_the_command_really_launches_two_processes(ground, alone, tmp_path):
         for stream in (1, 2):
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        launcher = ["--config_file", str(ROOT / "configs/accelerate/cpu-2.yaml"), "--main_process_port", "0"]
-        os._exit(cli._launched([*launcher, "-m", "draftsmith.distill", "--config", str(file)]))
+        launcher = ["--accelerate-config", str(ROOT / "configs/accelerate/cpu-2.yaml"), "--main_process_port", "0"]
+        os._exit(cli.main(["distill", *launcher, "--config", str(file)]))
 
     assert exit_code(work) == 0, said.read_text()[-3000:]
-    assert json.loads((out / "checkpoint-3" / "job.json").read_text())["processes"] == 2
+    assert json.loads((out / "checkpoint-2" / "job.json").read_text())["processes"] == 2
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    assert logged({"log": log}, "loss") == pytest.approx(logged(alone[0]["draft, best"], "loss")[:3], rel=1e-5)
+    assert logged({"log": log}, "loss") == pytest.approx(logged(alone[0]["draft, best"], "loss")[:2], rel=1e-5)
 
 
 @pytest.mark.parametrize(

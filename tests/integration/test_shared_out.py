@@ -1,7 +1,6 @@
 """Completions and teacher caches by two processes: each byte is what one process writes, and one speaks for both."""
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from prepare_inputs import contents, flags, save_target, write_prompts
 from process_jobs import cached, commanded, completed
-from processes import ended, exit_code, forked
+from processes import ended, forked
 
 from draftsmith.scripts import cli
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -93,22 +92,12 @@ def test_machines_with_disks_of_their_own_are_told_so(config, tmp_path, monkeypa
     assert "output: expected a directory that all machines share, found no manifest.json in apart on " in errors[0]
 
 
-def commanded_here(said: Path, arguments: list[str]) -> tuple[int, str]:
-    """Run `draftsmith` in a fork of this process; return its exit code, and what it and what it started said."""
-
-    def work() -> None:
-        for stream in (1, 2):
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os._exit(cli.main(arguments))
-
-    return exit_code(work), said.read_text()
-
-
-def test_the_command_starts_two_processes_that_print_one_summary(config, tmp_path):
+def test_two_processes_print_one_summary(config, tmp_path):
     prepare(config)
     shared = replace(config, output=str(tmp_path / "two"))
-    code, said = commanded_here(tmp_path / "said", ["prepare", *flags(shared), "--processes", "2"])
-    assert code == 0, said[-3000:]
+    found = ended(commanded, flags(shared))
+    said = "".join(text for _, text in found)
+    assert [code for code, _ in found] == [0, 0], said[-3000:]
     assert said.count(f"{COUNT} ({COUNT} written now, 0 kept)") == 1
     assert contents(shared.output) == contents(config.output)
 

@@ -1,15 +1,14 @@
 """Prompts of several turns: each is asked behind the target's own answers to those before it."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from process_jobs import completed
+from processes import forked
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
@@ -172,12 +171,9 @@ def test_questions_in_a_row_of_a_conversation_stay_one_prompt(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [False], indirect=True)
 def test_several_processes_write_the_same_turns(config, tmp_path):
-    flags = ["--target", config.target, "--prompts", config.prompts, "--max_new_tokens", "6", "--temperature", "0"]
-    command = ["prepare", *flags, "--turns", "all", "--batch_size", "1", "--shard_size", "1"]
-    assert cli.main([*command, "--processes", "1", "--output", str(tmp_path / "1")]) == 0
-    command = [sys.executable, "-m", "draftsmith.scripts.cli", *command, "--processes", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "--output", str(tmp_path / "2")], check=True, timeout=300, env=env)
+    one, two = (replace(config, batch_size=1, shard_size=1, output=str(tmp_path / count)) for count in ("1", "2"))
+    prepare(one)
+    forked(completed, two, strategy="ddp")
     assert (tmp_path / "1/prompts.jsonl").read_text() == (tmp_path / "2/prompts.jsonl").read_text()
     for number in (1, 2, 3):
         one, two = (load_completions(str(tmp_path / count / f"turn-{number}")).to_list() for count in ("1", "2"))

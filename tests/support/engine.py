@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -11,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fated import start
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts import cli
 from draftsmith.scripts.engines.client import metrics_of
 from draftsmith.train.endpoint.client import Client
 
@@ -23,6 +26,7 @@ PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 TARGET, DRAFT = ROOT / "assets" / "tiny-target", ROOT / "assets" / "tiny-draft"
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what computes is not a process more, unless there are several
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -31,6 +35,25 @@ ENVIRONMENT = {
 }
 START = 300
 """Seconds within which a server must answer."""
+
+
+@contextmanager
+def warm_engine(folder: Path) -> Iterator[Path]:
+    """Start what runs commands in forks of a Python that has imported vLLM; yield what stands for that Python."""
+    assert PYTHON.exists(), "no engine: run `make engine`"
+    address, python, program = folder / "socket", folder / "python", str(ROOT / "tests" / "support" / "warm_engine.py")
+    with (folder / "log").open("wb") as output:
+        process = start([str(PYTHON), "-P", program, str(address)], output, ENVIRONMENT)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -SE "{program}" "{address}" "$@"\n')
+    python.chmod(0o755)
+    try:
+        until = time.monotonic() + START
+        while not address.exists():
+            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()
+            time.sleep(0.05)
+        yield python
+    finally:
+        end(process)
 
 
 @dataclass
@@ -71,11 +94,10 @@ def vllm_server(
         flags: further arguments, which win over those given here.
         environment: further variables.
     """
-    assert PYTHON.exists(), "no engine: run `make engine`"
     port = free_port()
     given = "--dtype float32 --max-model-len 512 --enforce-eager --max-num-seqs 8 --no-enable-prefix-caching --seed 0"
     given += " --kv-cache-memory-bytes 268435456"  # unless told, it takes all memory that there is
-    command = [str(PYTHON.parent / "vllm"), "serve", str(target)]
+    command = [os.environ["DRAFTSMITH_ENGINE"], str(PYTHON.parent / "vllm"), "serve", str(target)]
     command += ["--host", "127.0.0.1", "--port", str(port), *given.split()]
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
@@ -87,6 +109,24 @@ def vllm_server(
         yield Served(url, log, process)
     finally:
         end(process)
+
+
+def verified(
+    capsys: Any, names: Sequence[str], gamma: int, *flags: object, target: Path = TARGET, form: str = "vllm"
+) -> list[list[int]]:
+    """Have `export` verify a drafter in vLLM: 8 texts and all counts. Return, by name, what was accepted by place."""
+    argv = ["export", "--target", target, "--format", form, *flags, "--verify", "vllm"]
+    assert cli.main([*map(str, argv)]) == 0
+    out, err = capsys.readouterr()
+    assert not err and out.count("as replay says that vLLM counts\n") == len(names)
+    found = []
+    for name in names:
+        line = f"# {name}, γ = {gamma}: "
+        assert f"# vLLM with {name}: 8 of 8 texts are its text without\n{line}" in out
+        counted = out[out.index(line) :].splitlines()[0]
+        assert counted.endswith("as replay says that vLLM counts")
+        found.append(json.loads(counted[counted.index("[") : counted.index("]") + 1]))
+    return found
 
 
 def extracting(layers: Sequence[int], folder: Path) -> tuple[dict[str, object], tuple[str, ...], dict[str, str]]:

@@ -228,7 +228,7 @@ def noisy(model: PreTrainedModel) -> PreTrainedModel:
     return draft
 
 
-def check(model: PreTrainedModel, new: int = 20) -> str | None:
+def check(model: PreTrainedModel, new: int = 14) -> str | None:
     """Return what differs from the library's text, alone and in a batch, for any draft; None if nothing does."""
     lengths, gamma = (11, 3, 6), 3
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
@@ -242,7 +242,7 @@ def check(model: PreTrainedModel, new: int = 20) -> str | None:
         **{f"{n} accepted": ScriptedProposer(texts, n) for n in (0, 1, gamma)},
         "a draft model": DraftModelProposer(draft),
     }
-    for (name, proposer), rows in itertools.product(proposers.items(), ([0], [1], [0, 1, 2])):
+    for (name, proposer), rows in itertools.product(proposers.items(), ([1], [0, 1, 2])):
         inputs = left_padded([prompts[row] for row in rows])
         if proposer is None:
             output = autoregressive_generate(model, **inputs, **options)

@@ -52,13 +52,14 @@ def end_with_make() -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """End this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(command: Sequence[str]) -> int:
     """Run a command, and return its exit code; end it, and what it started, when standard input ends."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: process.send_signal(number))
 

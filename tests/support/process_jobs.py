@@ -93,6 +93,7 @@ def _of(kind: str, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 def _trained(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
     train, configure = RECIPES[options.pop("kind")]
+    gc.freeze()  # DeepSpeed leaves the engines of earlier runs, and collects the garbage twice a run
     trainer, seen = _watched(train, _config(configure, strategy, pipeline, output, options, launched))
     found = {
         **seen,

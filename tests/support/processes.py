@@ -23,9 +23,11 @@ STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 SECONDS = 300
 """What a job may take, on a busy machine, before it counts as hung."""
 
-# The second has a `torch.compile` at its top, which every rank would wait for. The last keeps the garbage collector off
-# all that was imported.
-PRELOADED = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "process_jobs"]
+# The second has a `torch.compile` at its top, which every rank would wait for; each would import the next three. The
+# last keeps the garbage collector off all that was imported.
+PRELOADED = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops"]
+PRELOADED += ["deepspeed.runtime.superoffload.superoffload_stage3", "torch.distributed.checkpoint.state_dict"]
+PRELOADED += ["process_jobs"]
 ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parent),
     "OMP_NUM_THREADS": "1",

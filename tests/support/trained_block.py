@@ -14,7 +14,7 @@ from draftsmith.medusa.block.model import BlockDrafter
 def train_block(
     target: PreTrainedModel, drafter: BlockDrafter, texts: Sequence[Tensor], steps: int = 60, rate: float = 3e-3
 ) -> BlockDrafter:
-    """Fit a drafter to texts (T,) by cross-entropy, from every anchor; all its weights learn."""
+    """Fit a drafter to texts (T,) by cross-entropy, from the anchors of their later halves; all its weights learn."""
     embed, head, examples = target.get_input_embeddings(), drafter.head_for(target), []
     with torch.no_grad(), collect_features(target, drafter.layer_ids) as features:
         for length in {len(text) for text in texts}:
@@ -28,7 +28,7 @@ def train_block(
         for features_BTF, ids_BT in examples:
             rows, length = ids_BT.shape
             positions = torch.arange(length)[None].expand(rows, -1)
-            indices_BN = positions[:, 1 : length - guesses]
+            indices_BN = positions[:, length // 2 : length - guesses]
             context = drafter.context(drafter.fuse(features_BTF), positions)
             hidden_BNSH = block_states(drafter, embed, context, Anchors.at(indices_BN, ids_BT, positions))
             behind_NK = indices_BN[0][:, None] + torch.arange(guesses)

@@ -18,7 +18,7 @@ def train_eagle(
     rate: float = 2e-3,
     depth: int = 3,
 ) -> EagleHeads:
-    """Fit heads to texts (T,) by cross-entropy, through `depth` steps on their own states; all their weights learn."""
+    """Fit heads to the later halves of texts (T,) by cross-entropy, `depth` steps on their own states; all learn."""
     examples = []
     with torch.no_grad(), collect_features(target, heads.layer_ids) as features:
         for length in {len(text) for text in texts}:
@@ -30,38 +30,33 @@ def train_eagle(
     for _ in range(steps):
         optimizer.zero_grad()
         for embeddings_BTH, features_BTF, labels_BT in examples:
-            positions = torch.arange(labels_BT.shape[1])[None].expand_as(labels_BT)
+            positions, loss = torch.arange(labels_BT.shape[1])[None].expand_as(labels_BT), torch.zeros(())
+            half = labels_BT.shape[1] // 2
             for k, step in enumerate(heads.unroll(embeddings_BTH, features_BTF, positions, depth)):
-                log_q = heads.widened(heads.head(step)).log_softmax(-1).gather(-1, labels_BT[:, k:, None])
+                log_q = heads.widened(heads.head(step[:, half:])).log_softmax(-1)
+                log_q = log_q.gather(-1, labels_BT[:, half + k :, None])
                 # What a truncated vocabulary lacks cannot be learnt.
-                share = len(labels_BT) / len(texts)
-                (-log_q[log_q.isfinite()].mean() * share).backward(retain_graph=k + 1 < depth)
+                loss = loss - log_q[log_q.isfinite()].mean() * len(labels_BT) / len(texts)
+            loss.backward()
         optimizer.step()
     return heads.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def logits_after(target: PreTrainedModel, heads: EagleHeads, text: Tensor, path: Sequence[int]) -> Tensor:
-    """The heads' logits, (V,), after a text (T,), of which the target has seen all but the last token, and a path.
-
-    Everything is computed anew.
-    """
+def fused_states(target: PreTrainedModel, heads: EagleHeads, text: Tensor) -> Tensor:
+    """The target's states of a text (T,) as heads read them, (1, T, H)."""
     with collect_features(target, heads.layer_ids) as features:
-        target(text[None, :-1])
-    states, tokens = heads.fuse(features[0]), text[1:]
-    for token in [*path, None]:
-        step = heads(target.get_input_embeddings()(tokens)[None], states, torch.arange(len(tokens))[None])
-        if token is not None:
-            states, tokens = (
-                torch.cat([states, step.states[:, -1:]], 1),
-                torch.cat([tokens, tokens.new_tensor([token])]),
-            )
-    return heads.widened(heads.head(step.hidden[0, -1]))
+        target(text[None])
+    return heads.fuse(features[0])
 
 
-def drafted(target: PreTrainedModel, heads: EagleHeads, text: Tensor, length: int) -> list[int]:
-    """What heads draft behind a text (T,) at T=0."""
-    path: list[int] = []
+@torch.no_grad()
+def drafted(target: PreTrainedModel, heads: EagleHeads, text: Tensor, states: Tensor, length: int) -> list[int]:
+    """What heads draft after a text (T,) at T=0, with the states of all its tokens but the last."""
+    tokens, path = text[1:], list[int]()
     for _ in range(length):
-        path.append(int(logits_after(target, heads, text, path).argmax()))
+        step = heads(target.get_input_embeddings()(tokens)[None], states, torch.arange(len(tokens))[None])
+        path.append(int(heads.widened(heads.head(step.hidden[0, -1])).argmax()))
+        states = torch.cat([states, step.states[:, -1:]], 1)
+        tokens = torch.cat([tokens, tokens.new_tensor(path[-1:])])
     return path

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from draftsmith.decode.cache.kernels import CudaKernels
 
@@ -74,20 +73,23 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors
             return args[0].fake_device
-        self._meet((args, kwargs), counted=False)  # an operand that no operation returned was there before
-        out = func(*args, **(kwargs or {}))
-        self._meet(out, counted=True)
+        kwargs = kwargs or {}
+        self._meet((*args, *kwargs.values()), counted=False)  # an operand that no operation returned was there before
+        out = func(*args, **kwargs)
+        self._meet((out,), counted=True)
         return out
 
     def _meet(self, values: Any, counted: bool) -> None:
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
                 if storage._cdata not in self._sizes:
                     self._sizes[storage._cdata] = size = storage.nbytes() * counted
                     self.now += size
                     self.peak = max(self.peak, self.now)
                     weakref.finalize(storage, self._release, storage._cdata)
+            elif isinstance(value, list | tuple):
+                self._meet(value, counted)
 
     def _release(self, number: int) -> None:
         self.now -= self._sizes.pop(number)
