@@ -51,8 +51,8 @@ def check(config: ExportConfig) -> None:
 
 def converted(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> ExportConfig:
     """Return the options of the export whose files llama.cpp's converter reads; they are written to `files`, if any."""
-    options = {"quantize": None, "verify": None, "format": kind.gguf}
-    return replace(config, **options, output=None if kind.unchanged(path) else str(files))
+    output = None if kind.unchanged(path) else str(files)
+    return replace(config, quantize=None, verify=None, format=kind.gguf, output=output)
 
 
 def export(config: ExportConfig, files: Path) -> list[str]:

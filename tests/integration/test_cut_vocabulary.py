@@ -69,8 +69,8 @@ def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_pat
     assert '"model":"WHOLE"' in card and "--speculative-draft-model-path WHOLE" in card and '"model":"DIR"' not in card
     expected = r"output: expected a new directory for a whole head, .*: .*draft drafts \d+ of 300 tokens; .* --output$"
     with pytest.raises(InputError, match=expected):
-        export(ExportConfig(**flags))
-    lines = export(ExportConfig(**flags, output=str(tmp_path / "served")))
+        export(ExportConfig(**flags), tmp_path / "files")
+    lines = export(ExportConfig(**flags, output=str(tmp_path / "served")), tmp_path / "files")
     assert any("what it saves is lost" in line for line in lines) and str(tmp_path / "served") in lines[-1]
     served = load_model(tmp_path / "served")
     assert not hasattr(served.config, "draft_vocabulary") and not served.config.tie_word_embeddings
@@ -81,7 +81,7 @@ def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_pat
     torch.testing.assert_close(found[inside], expected[inside])
     whole = {**flags, "drafter": [str(pipeline / "draft")], "output": str(tmp_path / "whole")}
     with pytest.raises(InputError, match="output: expected none with a draft model, which stays as it is, found one"):
-        export(ExportConfig(**whole))
+        export(ExportConfig(**whole), tmp_path / "files")
 
 
 def test_bad_sizes_are_refused_in_one_line(pipeline, tmp_path, capsys):

@@ -93,7 +93,7 @@ class Sent(Client):
         super().__init__("http://127.0.0.1:9")
         self.file = path
 
-    async def events(self, path, body):
+    async def events(self, path, body, marked=True):
         for line in self.file.read_bytes().decode("utf-8", "replace").split("\n"):
             if line.strip():
                 yield line

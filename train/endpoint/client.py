@@ -216,8 +216,8 @@ class Client(HttpClient):
 
     def _add(self, answer: ServedCompletion, data: str, path: str) -> None:
         now, problem = time.perf_counter(), None
-        part: Generated | Written | StreamPart
-        part = self.read({NATIVE: Generated, LLAMA: Written}.get(path, StreamPart), data, path)
+        kind: Any = {NATIVE: Generated, LLAMA: Written}.get(path, StreamPart)
+        part: Generated | Written | StreamPart = self.read(kind, data, path)
         if part.error is not None:
             problem = server_words(data.encode())
         elif isinstance(part, Written):
@@ -263,7 +263,10 @@ def completion_request(
     own = None if "messages" in prompt.fields else PATHS.get(kind)
     if own == LLAMA:
         # Here temperature comes before the cuts, as in the library; there it is the last by default.
-        body = {"n_predict": max_new_tokens, "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}
+        body: dict[str, Any] = {
+            "n_predict": max_new_tokens,
+            "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        }
         body |= sampling | {"top_k": filters.top_k or 0, "repeat_penalty": sampling.pop("repetition_penalty")}
         body |= {"prompt": prompt.ids or prompt.fields.get("prompt"), "cache_prompt": False}
         return body | ({"seed": seed} if seeded else {}), LLAMA
