@@ -85,7 +85,7 @@ def test_vllm_drafts_what_the_heads_draft(answers, heads, target, prompts, name)
     counters = answer.counters
     assert [counters.num_drafts, counters.num_draft_tokens] == [rounds, rounds * K]
     assert list(counters.num_accepted_tokens_per_pos) == accepted
-    assert accepted[1] > 10 and accepted[0] < rounds, "heads that guess nothing, or all, prove nothing"
+    assert accepted[1] > 5 and accepted[0] < rounds, "heads that guess nothing, or all, prove nothing"
 
 
 def test_heads_are_verified_by_the_command(heads, tmp_path, capsys):
