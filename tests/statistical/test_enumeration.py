@@ -131,6 +131,8 @@ def compute_in_double(monkeypatch, *models):
 def test_every_text_has_the_targets_probability(llama, monkeypatch, shape, setting, form):
     compute_in_double(monkeypatch, llama)
     alone, cut = form == "one row", setting == CUT
+    if shape[0] == "eagle":
+        torch.manual_seed(3)  # its layer begins at random
     written, wanted, accepted = laws(
         llama, proposer(*shape, llama), setting, PROMPTS[: 1 if alone else None],
         width=1 if alone else 500, draft_length=1 if alone and not cut else 2, by_row=form == "batch by row",

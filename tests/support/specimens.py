@@ -101,7 +101,6 @@ def medusa(target: PreTrainedModel, **options: Any) -> MedusaHeads:
 
 
 def eagle(target: PreTrainedModel, names: Tensor | None = None, **options: Any) -> EagleHeads:
-    torch.manual_seed(3)  # its layer begins at random
     return shaken(EagleHeads.of_target(target, token_map=names, **options), target)
 
 
