@@ -5,13 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from pipelines import configured, eagle_configured, furthest, heads_configured, history, weights
+from safetensors.torch import load_file
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.heads import __main__ as medusa
+from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.trainer import RecipeTrainer
 
 RECIPES = {
@@ -75,6 +78,19 @@ def test_a_finished_run_goes_on_to_more_steps_and_not_back_to_fewer(pipeline, tm
     # Begun anew where nothing is kept but another config's result.
     none = {"training": {"save_strategy": "no"}}
     assert history(train("none", 2, **none), "loss") != history(train("none", 2, temperature=0.5, **none), "loss")
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_no_steps_leave_the_drafter_as_it_begins_and_more_begin_there(kind, pipeline, tmp_path, steps):
+    train, config = RECIPES[kind]
+
+    def run(name: str, count: int) -> dict[str, torch.Tensor]:
+        train(config(pipeline, tmp_path / name, training=KEPT | {"max_steps": count}))
+        return load_file(tmp_path / name / "model.safetensors")
+
+    begun = run("out", 0)
+    assert not steps and KeptStep.left_in(tmp_path / "out").step == 0
+    assert furthest(run("out", 1), trained := run("anew", 1)) == 0 < furthest(begun, trained)
 
 
 def test_a_run_that_ended_early_has_ended(pipeline, tmp_path, steps):

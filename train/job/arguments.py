@@ -9,7 +9,7 @@ COUNT = at_least(1)
 RATE = finite(at_least(0))
 SEED = Range("a whole number from 0 to 2³² − 1", lambda value: 0 <= value < 2**32)
 RANGES: Mapping[str, Range] = {
-    "max_steps": Range("at least 1, or -1 for epochs", lambda value: value == -1 or value >= 1),
+    "max_steps": Range("at least 0, or -1 for epochs", lambda value: value >= -1),
     "num_train_epochs": finite(more_than(0)),
     "per_device_train_batch_size": COUNT,
     "per_device_eval_batch_size": COUNT,

@@ -52,7 +52,7 @@ class StepsTaken:
 class CheckpointedTrainer(Trainer):
     """`transformers.Trainer` with another way to resume."""
 
-    _resumed_step = -1  # the step of the checkpoint that the run resumes from
+    _resumed_step = 0  # the step of the checkpoint that the run resumes from
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or resume from a checkpoint; an InputError says if it is damaged, or of another model."""

@@ -22,7 +22,7 @@ from draftsmith.train.options import LoraOptions
 FLAGS = ["--target", "t", "--completions", "[c]", "--training.output_dir", "o", "--training.use_cpu", "true"]
 DRAFT = ["--draft", "d"]
 REFUSED = {
-    "max_steps": ("0", "-2"),
+    "max_steps": ("-2",),
     "num_train_epochs": ("0", "-1", "nan", "inf"),
     "learning_rate": ("-1", "nan", "inf"),
     "per_device_train_batch_size": ("0", "-4"),
