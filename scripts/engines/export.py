@@ -1,10 +1,8 @@
 """`draftsmith export`: drafters in the formats of other projects, and the commands that serve them."""
 
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -14,15 +12,16 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engines.draft_lengths import speculative_fields, with_speculative
+from draftsmith.scripts.engines.offline.gguf_files import converted, in_llama_cpp, to_gguf
 from draftsmith.scripts.engines.offline.jobs import EngineFailure, engine_python, run_jobs
-from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words, spec_type
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
 from draftsmith.scripts.engines.offline.verification import Engine, room, verify
 from draftsmith.scripts.kinds import drafter_specs, foreign_kind, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.job.kept_step import KeptStep
-from draftsmith.train.kinds.export import GGUF, Served, check_format, check_output
+from draftsmith.train.kinds.export import GGUF, check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
 
@@ -49,12 +48,6 @@ def check(config: ExportConfig) -> None:
     check_output(Path(str(config.output)))
 
 
-def converted(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> ExportConfig:
-    """Return the options of the export whose files llama.cpp's converter reads; they are written to `files`, if any."""
-    output = None if kind.unchanged(path) else str(files)
-    return replace(config, quantize=None, verify=None, format=kind.gguf, output=output)
-
-
 def export(config: ExportConfig, files: Path) -> list[str]:
     """Export or import, and return the lines to print; the last one that is no comment (#) is the launch line.
 
@@ -72,27 +65,6 @@ def export(config: ExportConfig, files: Path) -> list[str]:
         index = max(i for i, line in enumerate(lines) if not line.startswith("#"))
         lines[index] = with_speculative(lines[index], by_load)
     return lines
-
-
-def to_gguf(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[str]:
-    """Write a GGUF file, and return notes and llama-server's launch line."""
-    options, output = converted(config, files, kind, path), Path(str(config.output))
-    kind.export(options, path)
-    source, quantize = options.output or path, config.quantize or "q8_0"
-    LlamaCpp.found().convert(source, output, quantize, config.target)
-    (form,) = in_llama_cpp(config, files, kind, path)
-    target = str(output) if form.target else "TARGET.gguf"
-    line = shlex.join(["llama-server", *server_words(target, form.speculative)])
-    return [f"# wrote {output}: {quantize}", line]
-
-
-def in_llama_cpp(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[Served]:
-    """Return the drafter as llama.cpp loads it: a model by itself, or the target's file with layers that draft."""
-    options, output = converted(config, files, kind, path), str(config.output)
-    form = kind.served(options, path)[0][0]
-    method = "draft-mtp" if form.target else spec_type(options.output or path)
-    speculative = {"method": method, "model": output, "num_speculative_tokens": form.draft_length}
-    return [Served(f"the GGUF file, {method}", speculative, output if form.target else None)]
 
 
 def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:

@@ -100,6 +100,7 @@ def measured_report(measured: Measured) -> report.Report:
         comparisons=comparisons(measured.replays, sorted({run.draft_length for run in runs})),
         costs=predictions.costs_entry(measured),
         by_load=predictions.by_load(measured),
+        forecasts=measured.forecasts,
     )
 
 

@@ -13,9 +13,10 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
+from draftsmith.scripts.measure import forecasts
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.certify import certify_recommended
-from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.config import LLAMA_CPP, MeasureConfig
 from draftsmith.scripts.measure.every_round import rounds_settings
 from draftsmith.scripts.measure.predictions import draft_lengths
 from draftsmith.scripts.measure.server import observe as server
@@ -60,6 +61,8 @@ def measure(config: MeasureConfig) -> Report:
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
     drafters, unfinished, code = _drafters(config), Unfinished(config), config.trust_remote_code
+    if config.costs == LLAMA_CPP:
+        forecasts.check(drafters)
     pair, compiled = load_decoding(
         config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code
     )

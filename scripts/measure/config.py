@@ -20,6 +20,7 @@ from draftsmith.scripts.kinds import NONE, Drafters, aliases, drafter_texts
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
+LLAMA_CPP = "llama.cpp"
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
 
 
@@ -51,7 +52,8 @@ class MeasureConfig(Filters, PromptedTarget):
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
     costs: str | None = None
-    """Null measures the costs of forwards and drafting; with none nothing is predicted."""
+    """Null measures the costs of forwards and drafting; with none nothing is predicted. With llama.cpp its server's own
+    clock prices the rounds of target and drafters as GGUF files, and forecasts say what they bring there."""
     compiled: bool | None = None
     """Compile all models, plain decoding included; null: where a token takes less than 0.1 s eagerly."""
     lossless_tokens: int | None = None
@@ -72,7 +74,7 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, finite(at_least(0)), "temperature")
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
-        require(self, one_of((NONE,)), "costs")
+        require(self, one_of((NONE, LLAMA_CPP)), "costs")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
 

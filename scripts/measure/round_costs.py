@@ -18,12 +18,17 @@ def priced_proposers(pair: Pair) -> dict[str, Proposer]:
     return pair.proposers | members
 
 
+def mean_lengths(measured: Measured) -> tuple[int, int]:
+    """Return the tokens of the mean prompt, and of it with half of its text."""
+    texts = next(iter(measured.texts.values()))
+    prompt = max(1, round(sum(measured.prompt_lengths) / len(texts)))
+    return prompt, max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
+
+
 def measured_costs(measured: Measured) -> list[CostTable]:
     """Measure the drafters' round costs at the texts' lengths."""
     config, pair = measured.config, measured.pair
-    temperature, texts = next(iter(measured.texts.items()))
-    prompt = max(1, round(sum(measured.prompt_lengths) / len(texts)))
-    mean = max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
+    temperature, (prompt, mean) = next(iter(measured.texts)), mean_lengths(measured)
     samplers = {t: measured.sampler(t) for t in config.temperature}
     longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
     # Rows that end leave smaller batches, so the sizes between are measured too.

@@ -12,8 +12,10 @@ from draftsmith.decode.progress import track
 from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.kinds import NONE
 from draftsmith.scripts.measure.certify import certify_runs
+from draftsmith.scripts.measure.config import LLAMA_CPP
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.every_round import expected_texts
+from draftsmith.scripts.measure.forecasts import forecasts
 from draftsmith.scripts.measure.replays import replay_all
 from draftsmith.scripts.measure.round_costs import measured_costs, priced_proposers
 from draftsmith.scripts.measure.side_by_side import decode_side_by_side
@@ -37,7 +39,10 @@ def run_stages(measured: Measured, unfinished: Unfinished) -> None:
         _replay(measured, temperature, unfinished)
     if all(method == Method() for _, _, method in measured.observations):
         raise next(iter(unfinished.errors), InputError("drafter: expected one to measure, found none"))
-    if measured.config.costs != NONE:
+    if measured.config.costs == LLAMA_CPP:
+        with unfinished.attempt("timing rounds in llama.cpp"):
+            measured.forecasts = forecasts(measured)
+    elif measured.config.costs != NONE:
         with unfinished.attempt("measuring costs"):
             measured.tables = _costs(measured, unfinished)
     measured.lossless = certify_runs(measured, unfinished)

@@ -16,6 +16,7 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.report.entries import Forecast
 from draftsmith.scripts.report.rounds import ExpectedText
 from draftsmith.scripts.report.types import Failure, Verifier
 from draftsmith.train.data.prompts import Prompt
@@ -99,6 +100,7 @@ class Measured:
     observations: dict[tuple[float, int, Method], Sequence[Group]] = field(default_factory=dict)
     replays: dict[tuple[float, str, Verifier], Replay] = field(default_factory=dict)
     tables: Sequence[CostTable] = ()
+    forecasts: Sequence[Forecast] = ()
     lossless: dict[tuple[float, int, Method], Certificate] = field(default_factory=dict)
     rounds: list[ExpectedText] = field(default_factory=list)
     failures: Sequence[Failure] = ()

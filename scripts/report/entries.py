@@ -126,6 +126,23 @@ class ByLoad(Entry):
 
 
 @dataclass(frozen=True)
+class Forecast(Entry):
+    """A drafter in llama.cpp: replayed acceptance at the prices of its rounds there, without prompts."""
+
+    proposer: Name
+    draft_length: Positive
+    temperature: Temperature
+    slots: Positive
+    mean_acceptance_length: Estimate
+    """τ; above T = 0 that of the greedy verifier."""
+    plain_seconds: AboveZero
+    """Seconds of a token of plain decoding."""
+    round_seconds: AboveZero
+    """Seconds of a round, a mean over the replayed ones."""
+    speedup: Estimate
+
+
+@dataclass(frozen=True)
 class PositionShares(Entry):
     """One position of the drafts: the steps that accept it ÷ all steps."""
 

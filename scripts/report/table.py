@@ -1,12 +1,15 @@
 """The report's main figures as a table in the terminal, with the verdict below."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.report.entries import Reconciliation
+from draftsmith.scripts.report.entries import Forecast, Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
@@ -62,6 +65,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     for load in report.by_load:
         if len(load.goodput) > 1:  # the table covers one text at a time
             console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))
+    if report.forecasts:
+        console.print(_forecasts(report.forecasts))
     if report.environment.timed is not None:
         console.print(Text.assemble(("timing  ", "dim"), report.environment.timed))
     _print_verdict(report, console)
@@ -70,6 +75,18 @@ def print_report(report: Report, console: Console | None = None) -> None:
         console.print(Text.assemble(("warning  ", "yellow"), warning))
     for reconciliation in report.server.reconciliations if report.server else ():
         _print_reconciliation(reconciliation, console)
+
+
+def _forecasts(forecasts: Sequence[Forecast]) -> Table:
+    columns = ["T", "slots", "drafter", "γ", "τ", "round, ms", "in tokens", "speed-up"]
+    caption = "Prices by the clock of llama-server, τ by replay, without prompts. in tokens: of plain decoding."
+    table = figures_table(columns, "drafter", "Forecast for llama.cpp", caption)
+    for one in forecasts:
+        price = one.round_seconds * 1000, one.round_seconds / one.plain_seconds
+        setting = f"{one.temperature:g}", str(one.slots), escape(one.proposer), str(one.draft_length)
+        figures = (format_estimate(one.mean_acceptance_length), *(f"{value:.2f}" for value in price))
+        table.add_row(*setting, *figures, format_estimate(one.speedup, unit="×"))
+    return table
 
 
 def _print_verdict(report: Report, console: Console) -> None:

@@ -19,6 +19,7 @@ from draftsmith.scripts.report.entries import (
     Count,
     CurveGroup,
     Entry,
+    Forecast,
     Grouping,
     Limited,
     Name,
@@ -345,6 +346,8 @@ class Report(Entry):
     server: Serving | None = None
     by_load: Sequence[ByLoad] = ()
     """Draft lengths for a server; empty where costs are unknown."""
+    forecasts: Sequence[Forecast] = ()
+    """What the drafters bring in llama.cpp, with `costs: llama.cpp`."""
 
     @property
     def verdict(self) -> str:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from engine import DRAFT, TARGET
+from prepare_inputs import write_prompts
 from trained_block import train_block
 from trained_eagle import train_eagle
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.distribution_test import plain_texts
+from draftsmith.decode.validation import parse_json
 from draftsmith.medusa.block.initial import begin_as_last_layers
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -84,3 +86,30 @@ def test_a_drafter_is_verified_by_the_command(name, saved, tmp_path, capsys):
     assert line.endswith("as replay says that llama.cpp counts")
     first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
     assert first > second > 0, "a drafter that guesses nothing proves nothing"
+
+
+def test_measure_forecasts_what_drafters_bring_there(tmp_path):
+    """By the clock of real servers: a round costs more than a token, and τ is replay's."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
+    config = (
+        f"{{prompts: {prompts}, lossless_tokens: 0, replay_limit: 4, limit: 2, max_new_tokens: 24, draft_length: 3}}"
+    )
+    argv = [
+        "measure",
+        "--target",
+        str(TARGET),
+        "--drafter",
+        str(DRAFT),
+        "--drafter",
+        "prompt_lookup",
+        "--config",
+        config,
+    ]
+    argv += ["--threads", "1", "--costs", "llama.cpp", "--compiled", "false", "--output", str(tmp_path / "r")]
+    cli.main(argv)
+    found = parse_json((tmp_path / "r" / "report.json").read_text())
+    curves = {curve["proposer"]["name"]: curve["mean_acceptance_length"] for curve in found["curves"]}
+    assert found["costs"] is None and not found["failures"] and len(found["forecasts"]) == 2
+    for one in found["forecasts"]:
+        assert one["mean_acceptance_length"] == curves[one["proposer"]]["3"]
+        assert one["round_seconds"] > one["plain_seconds"] / 2

@@ -37,6 +37,8 @@ CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """The types that the converter writes; `llama-quantize` makes the others of f32."""
 SPEC_TYPES = {"Eagle3": "draft-eagle3", "DFlash": "draft-dflash", "DSpark": "draft-dspark"}
 """`--spec-type` by a part of the class in a drafter's config.json; other files hold draft models."""
+COPIES = "ngram-simple"
+"""The type of drafts that are copied from the text, after its latest token's last occurrence."""
 READY, PATIENCE = 120.0, 600.0
 """Seconds in which the server must be ready, and answer."""
 
@@ -106,14 +108,22 @@ class LlamaCpp:
         return EngineRun(version, "cpu", answers)
 
     @contextmanager
-    def serve(self, job: Job) -> Iterator[httpx2.Client]:
-        """Start a server for a job, yield a client of it, and end it; raise EngineFailure if it does not start."""
+    def serve(self, job: Job, threads: int | None = None) -> Iterator[httpx2.Client]:
+        """Start a server for a job, yield a client of it, and end it; raise EngineFailure if it does not start.
+
+        `threads` are half of the cores if None.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         words = [self.program("llama-server"), *server_words(job.target, job.speculative or {}), "--port", str(port)]
         words += ["--host", "127.0.0.1", "--metrics", "-np", str(job.max_num_seqs), "--no-warmup"]
-        words += ["-c", str(job.max_model_len * job.max_num_seqs), "-t", str(max((os.cpu_count() or 2) // 2, 1))]
+        words += [
+            "-c",
+            str(job.max_model_len * job.max_num_seqs),
+            "-t",
+            str(threads or max((os.cpu_count() or 2) // 2, 1)),
+        ]
         with tempfile.TemporaryDirectory(prefix="draftsmith-llama-") as scratch:
             log = Path(scratch) / "log"
             with log.open("wb") as output:
@@ -132,7 +142,10 @@ def server_words(target: str, speculative: Any) -> list[str]:
     if speculative:
         words += ["-md", speculative["model"]] if speculative["model"] != target else []
         words += ["--spec-type", speculative["method"]]
-        words += ["--spec-draft-n-max", str(speculative["num_speculative_tokens"])]
+        length = str(speculative["num_speculative_tokens"])
+        if speculative["method"] == COPIES:
+            return [*words, "--spec-ngram-simple-size-n", "1", "--spec-ngram-simple-size-m", length]
+        words += ["--spec-draft-n-max", length]
     return words
 
 

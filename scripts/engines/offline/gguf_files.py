@@ -1,0 +1,37 @@
+"""Drafters as GGUF files, and as llama-server loads them."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from draftsmith.scripts.configs import ExportConfig
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words, spec_type
+from draftsmith.train.kinds.export import Served
+from draftsmith.train.kinds.kind import DrafterKind
+
+
+def converted(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> ExportConfig:
+    """Return the options of the export whose files llama.cpp's converter reads; they are written to `files`, if any."""
+    output = None if kind.unchanged(path) else str(files)
+    return replace(config, quantize=None, verify=None, format=kind.gguf, output=output)
+
+
+def to_gguf(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[str]:
+    """Write a GGUF file, and return notes and llama-server's launch line."""
+    options, output = converted(config, files, kind, path), Path(str(config.output))
+    kind.export(options, path)
+    source, quantize = options.output or path, config.quantize or "q8_0"
+    LlamaCpp.found().convert(source, output, quantize, config.target)
+    (form,) = in_llama_cpp(config, files, kind, path)
+    target = str(output) if form.target else "TARGET.gguf"
+    line = shlex.join(["llama-server", *server_words(target, form.speculative)])
+    return [f"# wrote {output}: {quantize}", line]
+
+
+def in_llama_cpp(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[Served]:
+    """Return the drafter as llama.cpp loads it: a model by itself, or the target's file with layers that draft."""
+    options, output = converted(config, files, kind, path), str(config.output)
+    form = kind.served(options, path)[0][0]
+    method = "draft-mtp" if form.target else spec_type(options.output or path)
+    speculative = {"method": method, "model": output, "num_speculative_tokens": form.draft_length}
+    return [Served(f"the GGUF file, {method}", speculative, output if form.target else None)]

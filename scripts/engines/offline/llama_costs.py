@@ -1,0 +1,135 @@
+"""The costs of rounds in llama.cpp, by the clock of its server.
+
+A server cannot change γ while it runs, so each way to draft has a server of its own, and servers take turns. t(k + 1)
+is a round that verifies k copied tokens of a text that repeats one token. A drafter's rounds are timed on real text and
+counted: the tokens written less those accepted.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, DraftCosts
+from draftsmith.decode.measurement.turns import text_windows
+from draftsmith.decode.planning.costs import interpolate
+from draftsmith.decode.progress import track
+from draftsmith.decode.validation import Amount, Count, ServerMessage, parse
+from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job
+from draftsmith.scripts.engines.offline.llama_cpp import COPIES, LlamaCpp
+from draftsmith.train.kinds.export import Served
+
+COPIED = tuple(block - 1 for block in BLOCKS if 1 < block <= 9)
+"""The copied tokens of rounds that time the target's forward; longer ones are extrapolated."""
+TURNS = 3
+"""Servers of each way to draft; the least seconds count, as in `measure_costs`."""
+LIKELY = 100.0
+"""What is added to the logit of the token that a repeating text repeats."""
+Prices = Mapping[tuple[str, int, float, int], float]
+"""Seconds of a round by drafter (the target is ""), γ, temperature and rows."""
+
+
+class Timings(ServerMessage):
+    """The clock of one answer: milliseconds, and numbers of tokens."""
+
+    prompt_ms: Amount
+    predicted_n: Count
+    predicted_ms: Amount
+    draft_n_accepted: Count = 0
+
+
+class Timed(ServerMessage):
+    """An answer of `/completion` with its clock."""
+
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class LlamaCosts:
+    """What is timed: a target, a GGUF file, that writes `rows` texts at a time after `context` tokens of `text`, (T,).
+
+    `first` collects the seconds in which each drafter's servers read such a context, the target's own under "".
+    """
+
+    engine: LlamaCpp
+    target: str
+    text: Tensor
+    context: int
+    rows: Sequence[int]
+    temperatures: Sequence[float]
+    new_tokens: int
+    threads: int | None
+    first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def tables(self, drafters: Mapping[str, Mapping[int, Served]]) -> list[CostTable]:
+        """Return a table for each temperature; `drafters` are by name, then γ, and have none if they copy.
+
+        Raise EngineFailure if a server fails.
+        """
+        ways: dict[tuple[str, int], Served | None] = {("", 0): None}
+        for k in COPIED:
+            ways["", k] = Served(COPIES, {"method": COPIES, "model": self.target, "num_speculative_tokens": k})
+        ways |= {(name, k): form for name, by_length in drafters.items() for k, form in by_length.items()}
+        prices: dict[tuple[str, int, float, int], float] = {}
+        turns = [key for _ in range(TURNS) for key in ways]
+        for key in track(turns, "costs of rounds in llama.cpp", "servers"):
+            for setting, seconds in self._timed(*key, ways[key]).items():
+                prices[*key, *setting] = min(seconds, prices.get((*key, *setting), seconds))
+        return [self._table(temperature, prices, drafters) for temperature in self.temperatures]
+
+    def _timed(self, name: str, draft_length: int, form: Served | None) -> dict[tuple[float, int], float]:
+        """Return the seconds of a round by temperature and rows, from a server of its own."""
+        most, new = max(self.rows), self.new_tokens
+        target, speculative = (self.target, None) if form is None else (form.target or self.target, form.speculative)
+        job = Job(
+            target, [], dict(speculative) if speculative else None, new, self.context + 2 * new, max_num_seqs=most
+        )
+        prompts = text_windows(self.text, most, self.context).tolist()
+        fields: dict[str, Any] = {"n_predict": new, "ignore_eos": True, "cache_prompt": True}
+        fields |= {"samplers": ["temperature"]}
+        if not name and draft_length:
+            token = int(self.text.mode().values)
+            prompts, fields = [[token] * self.context] * most, fields | {"logit_bias": [[token, LIKELY]]}
+        seconds: dict[tuple[float, int], float] = {}
+        with self.engine.serve(job, self.threads or os.cpu_count()) as client, ThreadPoolExecutor(most) as pool:
+
+            def answer(row: int, **more: Any) -> Timings:
+                asked = client.post("/completion", json=fields | {"prompt": prompts[row], "id_slot": row} | more)
+                if asked.status_code != 200:
+                    found = f"{asked.status_code}: {asked.text[:200]}"
+                    raise EngineFailure(f"llama-server: expected a completion, found {found}")
+                return parse(Timed, asked.content, "llama-server").timings
+
+            # The first answers read the prompts, which then stay in the slots' caches.
+            self.first[name].append(min(pool.map(lambda row: answer(row, n_predict=2).prompt_ms, range(most))) / 1000)
+            for temperature in self.temperatures:
+                for rows in self.rows:
+                    texts = list(pool.map(lambda row, t=temperature: answer(row, temperature=t), range(rows)))
+                    counted = sum(text.predicted_n - 1 - text.draft_n_accepted for text in texts)
+                    seconds[temperature, rows] = sum(text.predicted_ms for text in texts) / counted / 1000
+        return seconds
+
+    def _table(self, temperature: float, prices: Prices, drafters: Mapping[str, Mapping[int, Served]]) -> CostTable:
+        forwards = {rows: {1 + k: prices["", k, temperature, rows] for k in (0, *COPIED)} for rows in self.rows}
+        prompt, priced = min(self.first[""]), dict[str, dict[int, DraftCosts]]()
+        for name, by_length in drafters.items():
+            late = max(0.0, min(self.first[name]) - prompt) if by_length else 0.0
+            priced[name] = {}
+            for rows in self.rows:
+                rest = {k: prices[name, k, temperature, rows] - interpolate(forwards[rows], 1 + k) for k in by_length}
+                priced[name][rows] = DraftCosts(0.0, *_line(rest), rows * late)
+        zero, prompts = dict.fromkeys(self.rows, 0.0), {rows: rows * prompt for rows in self.rows}
+        return CostTable(self.context, temperature, forwards, zero, self.context, prompts, priced)
+
+
+def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Return step and overhead of the line through the seconds by γ that a round takes beyond the target's forward."""
+    if len(seconds) < 2:
+        return 0.0, sum(seconds.values())
+    step, overhead = np.polyfit(list(seconds), list(seconds.values()), 1)
+    return (float(step), float(overhead)) if step > 0 else (0.0, float(np.mean(list(seconds.values()))))
