@@ -1,4 +1,4 @@
-"""What drafters bring in llama.cpp: replayed acceptance at the prices of its rounds, by its server's own clock."""
+"""Forecasts for llama.cpp: replayed acceptance at the prices of its rounds, by the clock of its server."""
 
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -347,7 +347,7 @@ class Report(Entry):
     by_load: Sequence[ByLoad] = ()
     """Draft lengths for a server; empty where costs are unknown."""
     forecasts: Sequence[Forecast] = ()
-    """What the drafters bring in llama.cpp, with `costs: llama.cpp`."""
+    """Speed-ups in llama.cpp, with `costs: llama.cpp`."""
 
     @property
     def verdict(self) -> str:

@@ -29,7 +29,7 @@ COPIED = tuple(block - 1 for block in BLOCKS if 1 < block <= 9)
 TURNS = 3
 """Servers of each way to draft; the least seconds count, as in `measure_costs`."""
 LIKELY = 100.0
-"""What is added to the logit of the token that a repeating text repeats."""
+"""The bias of the logit of the token that a repeating text repeats."""
 Prices = Mapping[tuple[str, int, float, int], float]
 """Seconds of a round by drafter (the target is ""), γ, temperature and rows."""
 
@@ -51,7 +51,7 @@ class Timed(ServerMessage):
 
 @dataclass(frozen=True)
 class LlamaCosts:
-    """What is timed: a target, a GGUF file, that writes `rows` texts at a time after `context` tokens of `text`, (T,).
+    """Rounds to time: of a GGUF target that writes `rows` texts at a time after `context` tokens of `text`, (T,).
 
     `first` collects the seconds in which each drafter's servers read such a context, the target's own under "".
     """
