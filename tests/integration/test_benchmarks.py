@@ -1,10 +1,8 @@
 """The benchmarks: every config and every command line of the documentation parses, and the cheap ones run."""
 
 import json
-import os
 import re
 import shlex
-import signal
 import sys
 import time
 from importlib import import_module
@@ -12,19 +10,17 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from pages import GUIDES
 from programs import Untraced
 from rich.console import Console
-from round_counts import count, random_drafts, tiny
+from round_counts import count, random_drafts
 
 from benchmarks import common, floor, study, timing
 from benchmarks.gpu import __main__ as gpu
-from draftsmith.decode import DraftModelProposer, Tree, speculative_generate
+from draftsmith.decode import Tree
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.train.cli import Terminated, parse_config
-from draftsmith.train.job.processes import terminable
+from draftsmith.train.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
 NAMES = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__", "common", "timing"} | {
@@ -150,29 +146,6 @@ def test_rounds_are_timed_beside_their_products(pair, tmp_path, monkeypatch):
         assert of_method["over_products"] > 0
 
 
-def test_the_products_of_a_round_are_those_of_its_forwards():
-    """Of the target once, of a draft model for each token, of Hydra heads for each node that has children."""
-    target, draft = tiny(0), tiny(1)
-    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
-    heads = MedusaHeads.of_target(target, tree.depth, hydra=True).requires_grad_(False)
-    products = floor.Products([target, draft, heads])
-    layers, ids = len(products.block(1)), torch.arange(8)[None]
-
-    def made(proposer, draft_length):
-        options = {"draft_length": draft_length, "max_new_tokens": 24, "do_sample": False}
-        return products.rounds(
-            lambda observe: speculative_generate(target, proposer, ids, observer=lambda r: observe(r.row), **options)
-        )
-
-    for round in made(DraftModelProposer(draft), 3)[:3]:
-        assert round[-layers:] == products.block(4) and len(round) == 4 * layers
-        assert {product.model for product in round[:-layers]} == {1}
-        assert {product.rows for product in round[layers:-layers]} == {1}  # the first forward may read two tokens
-    for round in made(MedusaProposer(heads, tree), tree.depth)[:3]:
-        assert round[-layers:] == products.block(1 + len(tree))
-        assert [(product.model, product.rows) for product in round[:-layers]] == [(2, 1), (2, 1), (2, 2), (2, 2)]
-
-
 WORKER = """
 import json, os, sys, time
 file = sys.argv[1]
@@ -206,33 +179,6 @@ def test_a_gpu_run_outlives_cases_that_crash_and_hang(tmp_path, monkeypatch, cap
     assert states == dict(zip(names, ("passed", "failed", "failed", "passed"), strict=True))
     said = capsys.readouterr().out
     assert "exit code 7" in said and "it took longer than 0 s" in said
-
-
-def test_a_gpu_run_stops_in_time(tmp_path, monkeypatch):
-    (tmp_path / "worker.py").write_text(WORKER)
-    file = tmp_path / "run.json"
-    file.write_text(
-        json.dumps({"cases": {name: {"state": "waiting"} for name in ("law float32 hybrid", "completions")}})
-    )
-    run = gpu.Run(file, time.time() + 1, Console(), [sys.executable, str(tmp_path / "worker.py")])
-    monkeypatch.setattr(gpu, "POLL", 0.01)
-    run.work()
-    cut, waiting = run.results()["cases"].values()
-    assert cut == waiting == {"state": "waiting"}
-
-
-def test_a_gpu_run_that_is_ended_ends_its_process(tmp_path, monkeypatch):
-    file, workers = tmp_path / "run.json", []
-    file.write_text(json.dumps({"cases": {"law float32 hybrid": {"state": "waiting"}}}))
-    popen = gpu.subprocess.Popen
-    monkeypatch.setattr(
-        gpu.subprocess, "Popen", lambda *given, **named: workers.append(popen(*given, **named)) or workers[0]
-    )
-    monkeypatch.setattr(gpu.Run, "_say", lambda run: os.kill(os.getpid(), signal.SIGTERM))
-    run = gpu.Run(file, time.time() + 60, Console(), [sys.executable, "-c", "import time; time.sleep(60)"])
-    with terminable(), pytest.raises(Terminated):
-        run.work()
-    assert workers[0].returncode == -signal.SIGTERM
 
 
 def test_a_gpu_run_enters_its_cases_on_a_cpu_and_keeps_no_figures(tmp_path, capsys):
