@@ -128,15 +128,21 @@ def named_specs(drafters: Mapping[str, str]) -> list[DrafterSpec]:
 
 
 def load_chains(
-    target: str, drafters: Mapping[str, str], draft_length: int, dtype: str = "auto", trust_remote_code: bool = False
-) -> tuple[Pair, dict[str, tuple[Proposer, int]]]:
+    target: str, drafters: Mapping[str, str], draft_length: int, dtype: str = "auto", greedy: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[Pair, dict[str, tuple[Proposer, int]]]:  # fmt: skip
     """Load a target and drafters; return them, and each one's proposer of chains with their length, at most γ.
 
-    `drafters` is as for `named_specs`. Trials use chains because trees would need a search of their own.
+    `drafters` is as for `named_specs`. Trials use chains because trees would need a search of their own. With `greedy`
+    they are the likeliest tokens also under sampling.
     """
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=trust_remote_code)
     pair = load_pair(target, tokenizer, named_specs(drafters), dtype, trust_remote_code, decodes=False)
-    return pair, {drafter.name: drafter.family.chain(drafter, draft_length) for drafter in pair.drafters}
+    chains = {drafter.name: drafter.family.chain(drafter, draft_length) for drafter in pair.drafters}
+    for drafter in pair.drafters if greedy else ():
+        proposer, most = chains[drafter.name]
+        chains[drafter.name] = drafter.greedy or proposer, most
+    return pair, chains
 
 
 def replay_completions(

@@ -10,6 +10,7 @@ from draftsmith.scripts.sweep_options import SweepOptions
 from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.options import DRAFT_LENGTH, THREADS, nondefault_fields, seconds_of
 
+LLAMA_CPP = "llama.cpp"
 NONE = "none"
 """The winner if no drafter pays."""
 COPIES = ("suffix", "prompt_lookup")
@@ -38,7 +39,8 @@ class ChooseConfig(SweepOptions):
     batch_size: Ints = field(default_factory=lambda: [1])
     """Texts that will be decoded together, several numbers separated by commas."""
     server: str | None = None
-    """The server that will load the drafter, vllm or sglang; candidates that it cannot load do not compete."""
+    """The server that will load the drafter, vllm, sglang or llama.cpp; candidates that it cannot load do not compete.
+    Rounds in llama.cpp are priced by its own clock, with target and drafters as GGUF files in `dtype`."""
     threads: int | None = None
     """CPU threads of the measured models; torch's default if None."""
     compiled: bool | None = None
@@ -52,7 +54,7 @@ class ChooseConfig(SweepOptions):
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(1), "batch_size")
         require(self, THREADS, "threads")
-        require(self, one_of(("vllm", "sglang")), "server")
+        require(self, one_of(("vllm", "sglang", LLAMA_CPP)), "server")
         seconds_of(self.budget, "budget")
         for name, fields in self.candidates.items():
             if name in (*COPIES, NONE) or not re.fullmatch(r"\w[\w.-]*", name):
@@ -69,6 +71,11 @@ class ChooseConfig(SweepOptions):
     def loading(self) -> dict[str, Any]:
         """Return how measured models are loaded, as fields of other commands."""
         return nondefault_fields(self, ("dtype", "compiled", "threads"))
+
+    @property
+    def one_way(self) -> bool:
+        """Whether a drafter drafts alone: llama.cpp drafts copies first where it is told so, other servers do not."""
+        return self.server not in (None, LLAMA_CPP)
 
     @property
     def seconds(self) -> float:
@@ -90,3 +97,4 @@ class AlignConfig(ChooseConfig):
         require(self, more_than(0), "min_speedup")
         if self.server is None:
             self.server = "vllm"
+        require(self, one_of(("vllm", "sglang")), "server")

@@ -1,7 +1,9 @@
 """Replayed acceptance of candidates and measured costs of rounds, which give the speed-up of every way to draft."""
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,11 +15,17 @@ from draftsmith.decode import HybridProposer, Proposer, Switch
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.decode.validation import Amount, Count
-from draftsmith.scripts.choose.config import COPIES, ChooseConfig
+from draftsmith.medusa.checkpoint_files import read_config
+from draftsmith.scripts.choose.config import COPIES, LLAMA_CPP, ChooseConfig
+from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
+from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
+from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.pair import load_chains, load_decoding, named_specs, replay_completions
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.kinds.drafter import Drafter
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.kinds.export import Served
+from draftsmith.train.models import load_config, load_tokenizer
 from draftsmith.train.provenance import environment
 
 ALONE = "alone"
@@ -91,7 +99,8 @@ def replay_candidates(
     temperature. Returns the rounds by name and temperature, the latter formatted as in JSON.
     """
     code, named = config.trust_remote_code, {COPIES[0]: COPIES[0]} | dict(drafters)
-    pair, chains = load_chains(config.target, named, max(config.draft_length), trust_remote_code=code)
+    greedy = config.server == LLAMA_CPP  # it drafts the likeliest token
+    pair, chains = load_chains(config.target, named, max(config.draft_length), greedy=greedy, trust_remote_code=code)
     copies = pair.proposers[COPIES[0]]
     candidates = [drafter for drafter in pair.drafters if drafter.name in drafters]
     ways: dict[tuple[str, str], Proposer] = {}
@@ -99,7 +108,7 @@ def replay_candidates(
     for drafter in candidates:
         chain, most = chains[drafter.name]
         lengths_of[drafter.name] = _lengths(config, drafter, chain, most)
-        if drafter.name in COPIES or config.server is not None:  # servers draft in one way
+        if drafter.name in COPIES or config.one_way:
             ways[drafter.name, ALONE] = chain
             continue
         # All hybrids share one replay of their members; one that never copies is the candidate alone.
@@ -150,6 +159,8 @@ def measured_costs(
     `drafters` and `heldout` are as for `replay_candidates`. The timing takes about `seconds`, after compiling.
     """
     samples = [sample for path in heldout.values() for sample in load_completions(path).sort("id")]
+    if config.server == LLAMA_CPP:
+        return _in_llama_cpp(config, drafters, samples)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     threads = torch.get_num_threads()
     try:
@@ -184,3 +195,30 @@ def measured_costs(
         "compiled": compiles,
         "tables": tables,
     }
+
+
+def _in_llama_cpp(
+    config: ChooseConfig, drafters: Mapping[str, str], samples: Sequence[Mapping[str, Any]]
+) -> MeasuredCosts:
+    """Measure the costs of rounds by the clock of llama.cpp's server."""
+    model = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    dtype = str(model.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    middle = [(len(sample["input_ids"]) + sample["prompt_length"]) / 2 for sample in samples]
+    text = torch.tensor([token for sample in samples for token in sample["input_ids"]])
+    served = {key: dict[int, Served]() for key in (COPIES[0], *drafters)}
+    with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
+        engine, files = LlamaCpp.found(), Path(scratch)
+        engine.convert(config.target, files / "target.gguf", TYPES[dtype], None)
+        for name, path in drafters.items():
+            if name in COPIES:
+                continue
+            kind, lengths = kind_of(path), {*config.draft_length, *LAST_LENGTHS}
+            most = kind.most_drafted(read_config(Path(path))) or max(lengths)
+            lengths = {min(k, most) for k in lengths}
+            served[name] = served_at(path, kind, config.target, TYPES[dtype], files / name, sorted(lengths))
+        costs = LlamaCosts(
+            engine, str(files / "target.gguf"), text, round(float(np.mean(middle))), config.batch_size,
+            config.temperature, config.max_new_tokens, config.threads,
+        )  # fmt: skip
+        found = environment(torch.device("cpu"), dtype) | {"threads": config.threads}
+        return {"environment": found, "compiled": False, "tables": costs.tables(served)}

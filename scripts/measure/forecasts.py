@@ -2,16 +2,13 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.scripts.configs import ExportConfig
-from draftsmith.scripts.engines.draft_lengths import NUM
-from draftsmith.scripts.engines.offline.gguf_files import in_llama_cpp, to_gguf
+from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
 from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
 from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs, kind_named
@@ -20,12 +17,9 @@ from draftsmith.scripts.measure.round_costs import mean_lengths
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured, member_name
 from draftsmith.scripts.report.entries import Forecast
 from draftsmith.train.kinds.drafter import DrafterSpec
-from draftsmith.train.kinds.export import GGUF, Served
+from draftsmith.train.kinds.export import Served
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind
-
-TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""The type of GGUF files by the dtype of the measured models."""
 
 
 def forecasts(measured: Measured) -> list[Forecast]:
@@ -93,11 +87,5 @@ def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tu
         if path is None:
             yield name, {}
             continue
-        files = scratch / name.replace("/", "+")
-        options = ExportConfig(
-            drafter=[path], target=measured.config.target, format=GGUF, output=f"{files}.gguf",
-            quantize=TYPES[measured.pair.dtype],
-        )  # fmt: skip
-        to_gguf(options, files, kind, path)
-        (form,) = in_llama_cpp(options, files, kind, path)
-        yield name, {k: replace(form, speculative={**form.speculative, NUM: k}) for k in last}
+        target, quantize = measured.config.target, TYPES[measured.pair.dtype]
+        yield name, served_at(path, kind, target, quantize, scratch / name.replace("/", "+"), last)

@@ -2,14 +2,16 @@
 
 import json
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts import cli, stages
-from draftsmith.scripts.choose import command, sweep
+from draftsmith.scripts.choose import command, rounds, sweep
 from draftsmith.scripts.choose.config import ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Trial
 from draftsmith.scripts.choose.rounds import Way
@@ -98,6 +100,23 @@ def test_candidates_are_judged_as_they_will_be_deployed(pair_dirs, tmp_path, mon
     standing = next(each for each in choice.standings if each.name == "it")
     judged = {(outlook.temperature, outlook.rows, outlook.way) for outlook in standing.outlooks}
     assert judged == {("0.7", rows, Way(3)) for rows in (1, 2)}  # it drafts whole blocks, alone
+
+
+def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair_dirs, tmp_path, monkeypatch):
+    def tables(self, drafters):
+        assert drafters == {"suffix": {}, "prompt_lookup": {}, "it": dict.fromkeys((1, 2, 3))}
+        assert (self.rows, self.temperatures, self.threads) == ([1], [0.0], 1)
+        forwards, free = {1: {1: 1.0, 2: 1.0, 4: 1.0}}, {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}
+        return [CostTable(self.context, 0.0, forwards, {1: 0.0}, 1, {1: 1.0}, dict.fromkeys(drafters, free))]
+
+    monkeypatch.setattr(Sweep, "growth", lambda *_: None)
+    monkeypatch.setattr(rounds.LlamaCpp, "found", lambda: SimpleNamespace(convert=lambda *words: None))
+    monkeypatch.setattr(rounds, "served_at", lambda *given: dict.fromkeys(given[-1]))
+    monkeypatch.setattr(rounds.LlamaCosts, "tables", tables)
+    fields = {"candidates": {"it": BLOCK}, "temperature": "0", "server": "llama.cpp"}
+    choice = command.choose(config(pair_dirs, tmp_path, **fields))
+    (outlook,) = next(each for each in choice.standings if each.name == "it").outlooks
+    assert outlook.way.last and outlook.now == outlook.mean_acceptance_length  # rounds cost a token here
 
 
 def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pair_dirs, tmp_path):

@@ -1,13 +1,18 @@
 """Drafters as GGUF files, and as llama-server loads them."""
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.scripts.configs import ExportConfig
+from draftsmith.scripts.engines.draft_lengths import NUM
 from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words, spec_type
-from draftsmith.train.kinds.export import Served
+from draftsmith.train.kinds.export import GGUF, Served
 from draftsmith.train.kinds.kind import DrafterKind
+
+TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+"""The type of GGUF files by dtype."""
 
 
 def converted(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> ExportConfig:
@@ -35,3 +40,13 @@ def in_llama_cpp(config: ExportConfig, files: Path, kind: DrafterKind, path: str
     method = "draft-mtp" if form.target else spec_type(options.output or path)
     speculative = {"method": method, "model": output, "num_speculative_tokens": form.draft_length}
     return [Served(f"the GGUF file, {method}", speculative, output if form.target else None)]
+
+
+def served_at(
+    path: str, kind: DrafterKind, target: str, quantize: str, files: Path, draft_lengths: Iterable[int]
+) -> dict[int, Served]:
+    """Write the GGUF file of a drafter to `files` with that suffix, and return it by γ."""
+    options = ExportConfig(drafter=[path], target=target, format=GGUF, output=f"{files}.gguf", quantize=quantize)
+    to_gguf(options, files, kind, path)
+    (form,) = in_llama_cpp(options, files, kind, path)
+    return {k: replace(form, speculative={**form.speculative, NUM: k}) for k in draft_lengths}
