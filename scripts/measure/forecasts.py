@@ -23,7 +23,7 @@ from draftsmith.train.kinds.kind import DrafterKind
 
 
 def forecasts(measured: Measured) -> list[Forecast]:
-    """Return the forecast of every drafter at every γ, temperature and number of slots, without prompts.
+    """Return the forecast of every drafter at every γ, temperature and number of slots.
 
     Target and drafters are converted in the dtype of the measurement. Raise EngineFailure if a server fails.
     """
@@ -52,12 +52,13 @@ def _of_table(measured: Measured, table: CostTable) -> Iterator[Forecast]:
         verifier = GREEDY if (temperature, drafter.name, GREEDY) in measured.replays else PROBABILISTIC
         replay = measured.replays[temperature, drafter.name, verifier]
         for rows in config.batch_size:
-            speedups = predicted(measured, table, drafter, replay, drafter.draft_lengths, rows, with_prompts=False)
-            for k, speedup in speedups.items():
+            setting = measured, table, drafter, replay, drafter.draft_lengths, rows
+            requests = predicted(*setting)
+            for k, speedup in predicted(*setting, with_prompts=False).items():
                 length, plain = replay.mean_acceptance_length[k], table.plain_seconds([1.0] * rows, 0)
                 if length.value and speedup.value:  # no text, no figure
                     seconds = plain * length.value / speedup.value
-                    yield Forecast(drafter.name, k, temperature, rows, length, plain, seconds, speedup)
+                    yield Forecast(drafter.name, k, temperature, rows, length, plain, seconds, speedup, requests[k])
 
 
 def _tables(measured: Measured) -> list[CostTable]:

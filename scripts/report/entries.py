@@ -127,7 +127,7 @@ class ByLoad(Entry):
 
 @dataclass(frozen=True)
 class Forecast(Entry):
-    """A drafter in llama.cpp: replayed acceptance at the prices of its rounds there, without prompts."""
+    """A drafter in llama.cpp: replayed acceptance at the prices of its rounds there."""
 
     proposer: Name
     draft_length: Positive
@@ -140,6 +140,9 @@ class Forecast(Entry):
     round_seconds: AboveZero
     """Seconds of a round, a mean over the replayed ones."""
     speedup: Estimate
+    """Of the text alone, after its prompt."""
+    request_speedup: Estimate
+    """Of whole requests: prompts included."""
 
 
 @dataclass(frozen=True)

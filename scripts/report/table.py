@@ -78,14 +78,16 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def _forecasts(forecasts: Sequence[Forecast]) -> Table:
-    columns = ["T", "slots", "drafter", "γ", "τ", "round, ms", "in tokens", "speed-up"]
-    caption = "Prices by the clock of llama-server, τ by replay, without prompts. in tokens: of plain decoding."
+    columns = ["T", "slots", "drafter", "γ", "τ", "round, ms", "tokens", "speed-up", "requests"]
+    caption = "Rounds by llama-server's clock, τ by replay. tokens: a round in those of plain decoding's\n"
+    caption += "time. requests: the speed-up with prompts."
     table = figures_table(columns, "drafter", "Forecast for llama.cpp", caption)
     for one in forecasts:
         price = one.round_seconds * 1000, one.round_seconds / one.plain_seconds
         setting = f"{one.temperature:g}", str(one.slots), escape(one.proposer), str(one.draft_length)
         figures = (format_estimate(one.mean_acceptance_length), *(f"{value:.2f}" for value in price))
-        table.add_row(*setting, *figures, format_estimate(one.speedup, unit="×"))
+        requests = format_estimate(one.request_speedup, unit="×", spread="none")
+        table.add_row(*setting, *figures, format_estimate(one.speedup, unit="×"), requests)
     return table
 
 

@@ -102,6 +102,10 @@ def rich() -> Report:
         ],
         costs=entries.Costs(256, seconds, drafters, drafters, []),
         gate=types.Gate(1.2, 0.1, 0.95),
+        forecasts=[
+            entries.Forecast(name, 16, 0.8, rows, est(tau(name, 4)), 0.0123, 0.5, est(12.5, 1.25), est(11.5, 1.25))
+            for name in DRAFTERS for rows in (1, 16)
+        ],
         recommendation=types.Recommendation(
             True, "the interval's lower end is above the speed-up of 1.2.", *best.key, best.predicted_speedup,
             best.speedup,
@@ -204,6 +208,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
         "Comparisons",
         "τ: tokens per target forward",
         "Categories and lengths of context",
+        "Forecast for llama.cpp",
         "Costs",
         "How it was measured",
     ]
