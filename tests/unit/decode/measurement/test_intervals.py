@@ -137,6 +137,9 @@ def test_intervals_are_over_prompts_not_tokens():
     # The same tokens in four times as many independent prompts: half the width. Pooling would not tell them apart.
     spread = ratio(np.tile(tokens, 4), np.tile(rounds, 4)).ci95
     assert (high - low) / (spread[1] - spread[0]) == pytest.approx(2, rel=0.1)
+    # Resampled apart, two halves are as certain as the whole.
+    apart = ratio_product(np.tile(tokens, 4), np.tile(rounds, 4), [1] * 60, [1] * 60).ci95
+    assert (apart[1] - apart[0]) / (spread[1] - spread[0]) == pytest.approx(1, rel=0.1)
 
 
 def test_few_prompts_are_as_uncertain_as_students_t_says():

@@ -42,6 +42,8 @@ def test_the_luck_of_runs_and_few_prompts_widen_a_forecast():
     for times in (2.0, 10.0):
         sure, unsure = (forecast(SIZES, *alike(truth(SIZES)), times, luck) for luck in (0.001, 0.05))
         assert width(sure) < 0.1 and width(unsure) > 4 * 0.05 * 0.75
+    # Another run of as much text has its own luck, in addition to what the curve's runs had.
+    assert width(forecast(SIZES, *alike(truth(SIZES)), 1.0, luck=0.05)) > 4 * 0.05 * 1.2
     # What misses the curve by more than was known says that luck is greater.
     missed = forecast(SIZES, *alike(truth(SIZES) + np.array([0.2, -0.2, 0.2, -0.2])), 2.0)
     assert width(missed) > 1.5 * width(forecast(SIZES, *alike(truth(SIZES)), 2.0))

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from draftsmith.decode.measurement import learning_curve
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.choose import forecast
 from draftsmith.scripts.choose.forecast import Standing, Trial, outlook, outlooks, score
 from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
@@ -12,8 +14,8 @@ from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
 TABLE = CostTable(
     context=50,
     temperature=0.0,
-    target_seconds={1: {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6}},
-    plain_overhead_seconds={1: 0.0},
+    target_seconds={1: {1: 0.9, 2: 1.2, 3: 1.4, 4: 1.6}},
+    plain_overhead_seconds={1: 0.1},
     prompt=20,
     prefill_seconds={1: 2.0},
     drafters={"draft": {1: DraftCosts(0.0, 0.2, 0.0, 0.0)}, "suffix": {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}},
@@ -51,6 +53,9 @@ def test_the_fastest_way_is_taken_and_priced_by_its_rounds():
     assert ways == [Way(1), Way(3), Way(2, 1)]
     hybrid = replayed(1.5).seconds(Way(2, 1), "draft", TABLE, 1)
     assert hybrid == pytest.approx([(15 * 1.4 + 15 * 1.4) / 1.5] * 12)
+    copied = ReplayedRounds([30], replayed(1.5).sizes | {"last=1": {2: [[[0.0, 0.0, 9.0], [0.0, 9.0, 0.0]]]}})
+    found = outlook("draft", [replace(trial(1000, 1.5), replayed={"0": copied})], TABLE, "0", 1, 1000.0)
+    assert found.way == Way(2, 1)
 
 
 def test_more_text_is_forecast_along_the_curve():
@@ -60,6 +65,9 @@ def test_more_text_is_forecast_along_the_curve():
     assert two.now.value < two.forecast.value and two.forecast.ci95 is None
     low, high = four.forecast.ci95
     assert four.now.value < four.forecast.value < 1.75 / 1.4 and low < 1.7 / 1.4 < high
+    rounds = [[30 / tau] * 12 for tau in (1.3, 1.4, 1.5, 1.6)]
+    tau = learning_curve.forecast([1.0, 2.0, 4.0, 8.0], [[30.0] * 12] * 4, rounds, 2.0)
+    assert four.forecast.ci95 == pytest.approx([end / 1.4 for end in tau.ci95])
     flat = outlook("draft", [trial(1000 * 2**step, 1.5) for step in range(4)], TABLE, "0", 1, 16_000.0)
     assert flat.forecast.value == pytest.approx(flat.now.value, abs=0.05)
 
@@ -88,6 +96,15 @@ def standing(name: str, taus: list[float]) -> Standing:
     texts = ReplayedRounds([30] * len(taus), {"alone": {1: [alone(30 / tau, 1) for tau in taus]}})
     trials = [Trial("dir", 1000, 1.0, 0.0, {"0": texts})]
     return Standing(name, "distill", {}, trials, None, outlooks("draft", trials, {"0": TABLE}, [1], 1e3))
+
+
+def test_plain_decoding_stands_in_where_a_candidate_does_not_pay():
+    (now,) = standing("", [2.0]).outlooks
+    standings = []
+    for name, speedups in (("even", (1.1, 1.1)), ("mixed", (2.0, 0.5))):
+        ahead = [replace(now, forecast=Estimate(speedup, None, 1)) for speedup in speedups]
+        standings.append(Standing(name, None, {}, [], None, ahead))
+    assert forecast.verdict(standings)[0] == "mixed"
 
 
 def test_the_winner_is_told_from_those_that_are_slower_on_the_same_prompts(monkeypatch):

@@ -198,6 +198,14 @@ def test_the_winner_is_said_to_be_what_it_is_on_prompts_that_did_not_choose_it(t
     assert first.speedup.value == second.speedup.value == pytest.approx(1.6)
     # Without its lucky prompt neither is the better one, and the other is taken for it.
     assert verdict.measured_speedup.value == pytest.approx(1.5)
+    # Where one prompt alone is slow, the choice without it is a bad one there; its own interval bounds it.
+    for name, noise in (("first", (1.0,)), ("second", (0.5,) * 7 + (8.0,))):
+        case.observations[temperature, 1, Method(name, 4)] = batches(1.5, noise=noise)
+    case.runs = [
+        replace(each, speedup=Estimate(value, None, 8)) for each, value in zip(case.runs, (1.5, 1.0), strict=True)
+    ]
+    speedup = case.judge()[1].measured_speedup
+    assert 1.4 < speedup.value == speedup.ci95[0]
 
 
 def test_the_winner_is_chosen_where_it_does_worst_and_never_by_a_batch_that_shares_a_prompt():

@@ -159,6 +159,9 @@ def test_a_round_emits_tau_tokens_for_what_it_costs_at_that_many_rows(pair):
     assert rates.tokens_per_second(8, 0.0) == pytest.approx(2.4 / (0.004 + 0.030 + 0.002))
     assert rates.tokens_per_second(1, 0.0, "code") == pytest.approx(3.2 / 0.016)
     assert rates.tokens_per_second(1, 0.9) == pytest.approx(1.6 / 0.016)  # servers draft their draft's argmax
+    tree = curve(2.4, 0.0)
+    tree["proposer"]["tree_nodes"] = 8  # t(9) lies on the line through t(1) and t(5)
+    assert predicted_rates(pair(REPORT | {"curves": [tree]})).tokens_per_second(1, 0.0) == pytest.approx(2.4 / 0.018)
     assert predicted_rates(pair(drafts="probabilistic")).tokens_per_second(1, 0.9) == pytest.approx(2.0 / 0.016)
 
 
