@@ -84,14 +84,10 @@ class Stopwatch:
         }
 
 
-def timed_rounds(
-    methods: Mapping[str, Decode], repeats: int, after_batch: Callable[[str], None] | None = None
-) -> dict[str, dict[str, float]]:
-    """Return the figures of methods that decode compiled, by name; they take turns.
+def timed_rounds(methods: Mapping[str, Decode], repeats: int) -> dict[str, dict[str, float]]:
+    """Return the figures of methods that decode compiled, by name.
 
-    Args:
-        repeats: batches that each decodes, after one to warm up.
-        after_batch: called after each batch with the method's name, to time something else in the same minute.
+    They take turns, `repeats` batches each after one to warm up.
     """
     watches = {name: Stopwatch() for name in methods}
     for repeat in range(1 + repeats):
@@ -99,8 +95,6 @@ def timed_rounds(
             watch = watches[name] if repeat else Stopwatch()
             with watch.watching():
                 method(watch.row)
-            if after_batch is not None:
-                after_batch(name)
     return {name: watch.figures() for name, watch in watches.items()}
 
 

@@ -23,18 +23,9 @@ def prompts(tmp_path_factory):
 def certify(url, prompts, output, temperature, *more, target=TARGET):
     """Return the exit code, the certificate, and its laws by temperature."""
     argv = ["certify", "--server", url, "--target", str(target), "--prompts", str(prompts), "--output", str(output)]
-    argv += [
-        "--temperature",
-        temperature,
-        "--config",
-        "{max_prompt_tokens: 40}",
-        "--max-new-tokens",
-        "16",
-        "--threads",
-        "1",
-    ]
-    argv += ["--sampled-tokens", "2400", "--concurrency", "8", "--false-alarm", str(FALSE_ALARM), *more]
-    code = cli.main(argv)
+    argv += ["--temperature", temperature, "--config", "{max_prompt_tokens: 40}", "--max-new-tokens", "16"]
+    argv += ["--threads", "1", "--sampled-tokens", "2400", "--concurrency", "8", "--false-alarm", str(FALSE_ALARM)]
+    code = cli.main([*argv, *more])
     found = json.loads((output / "certificate.json").read_text())
     return code, found, {law["temperature"]: law for law in found["sampled"]}
 

@@ -1,6 +1,5 @@
 """`draftsmith doctor`: a line a check, the loss masks, and the exit code."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,6 @@ from conftest import tiny_llama
 from families import tiny_model
 from gemma import gemma_tokenizer, save_gemma
 from listening import listened
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from unit.decode.proposers.test_renumbered import permuted
@@ -25,7 +23,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import memory
 from draftsmith.scripts.doctor.command import main
-from draftsmith.scripts.doctor.findings import Finding, report
+from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.loss_masks import MaskedSample, Samples, bracketed, check_masks, coloured
 from draftsmith.train.cli import flags_of
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -530,15 +528,6 @@ def test_every_token_is_shown_once_in_its_colour_and_characters_stay_whole():
     shown = coloured(MaskedSample("x", ids, mask), tokenizer)
     green = "".join(shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style))
     assert green == tokenizer.decode(ids[:3]) and bracketed(shown).plain == f"⟦{green}⟧{shown.plain[len(green) :]}"
-
-
-def test_a_terminal_gets_colours_and_a_hanging_indent():
-    found, file = Finding("warning", "positions", "a long text " * 9, "a way out"), io.StringIO()
-    report(found, Console(file=file, force_terminal=True, color_system="standard", width=60, no_color=False))
-    report(found, Console(file=(whole := io.StringIO()), width=60))
-    rows = [row for row in file.getvalue().splitlines() if row]
-    assert "\x1b[33m!" in rows[0] and len(rows) > 2 and rows[1].startswith(" " * 17)
-    assert len(whole.getvalue().splitlines()) == 1 and "positions: a long text" in whole.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from conftest import perturbed, tiny_llama
-from listening import LOADING, listened
 
 from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
 from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each, ratio_interval
@@ -110,43 +109,6 @@ def test_the_search_goes_between_the_levels_and_takes_the_fastest_that_is_allowe
     assert tuned["reason"].startswith(f"{fastest['rule']} at level ")
 
 
-def test_the_table_fits_and_says_what_to_take(tuned, capsys):
-    command.print_tradeoff(tuned)
-    table, reason = capsys.readouterr().out.rstrip().rsplit("\n", 1)
-    assert max(map(len, table.splitlines())) <= 80 and reason == tuned["reason"]
-    assert len([line for line in table.splitlines() if "±" in line]) == len(tuned["levels"]) + 2  # exact, the title
-
-
-def test_all_prompts_are_decoded_in_every_setting(models, tmp_path):
-    levels = {"threshold": [0.05], "cascade": [0.0]}
-    with listened() as heard:
-        report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, levels=levels))
-    heard.require("prompts", "warm-up", "tune", *LOADING)
-    for row in (report["plain"], report["exact"], *report["levels"]):
-        assert row["counts"]["num_emitted_tokens"] == 8 * len(PROMPTS)
-        # Five prompts, two at a time.
-        assert row["mean_acceptance_length"].n == 5 and row["speedup"].n == row["tokens_per_second"].n == 3
-    assert report["chosen"] is None and "no departure was asked for" in report["reason"]
-
-
-@pytest.mark.parametrize(("drafter", "temperature"), [("draft", 1.0), ("medusa", 0.0)])
-def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temperature):
-    given = {"drafter": str(models / "heads")} if drafter == "medusa" else {}
-    levels = {"typical": [0.2], "threshold": [0.1], "cascade": [0.3]}
-    config = {"temperature": temperature, "max_new_tokens": 16, "levels": levels, "target": str(models / "ending")}
-    config |= given
-    reports = [tune(config_of(models, tmp_path, **config, batch_size=rows)) for rows in (1, 3)]
-    alone, batched = ([report["plain"], report["exact"], *report["levels"]] for report in reports)
-    assert alone[0]["counts"]["num_emitted_tokens"] < 16 * len(PROMPTS)  # some texts end early
-    assert any(row["departure"].value > 0 for row in alone[2:])
-    alike = "rule", "level", "counts", "mean_acceptance_length", "gain_over_exact", "repeated_ngram_share"
-    for row, expected in zip(batched, alone, strict=True):
-        assert [row[name] for name in alike] == [expected[name] for name in alike]
-        if expected["departure"] is not None:
-            found, wanted = ([d.value, d.upper_bound, *d.ci95] for d in (row["departure"], expected["departure"]))
-            assert found == pytest.approx(wanted, rel=1e-4)
-
-
 @pytest.mark.parametrize("drafter", ["draft", "medusa"])
 def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter):
     given = {"drafter": str(models / "heads")} if drafter == "medusa" else {}
@@ -178,12 +140,6 @@ def test_no_departure_in_few_tokens_is_not_none(greedy):
     assert wider.upper_bound > uneven.upper_bound
     assert departure_estimate([2] * 5, [2] * 5, greedy).upper_bound == 1
     assert departure_estimate([0] * 4, [100] * 4, greedy).upper_bound == 1  # too few prompts for any bound
-
-
-def test_a_distance_is_surer_than_as_many_events():
-    # Ten prompts that all depart by 5 of 100 tokens: as events they may be luck, as distances they are all alike.
-    events, distances = (departure_estimate([5.0] * 10, [100] * 10, greedy).upper_bound for greedy in (True, False))
-    assert events == pytest.approx(0.0654, abs=1e-4) and distances == pytest.approx(0.05)
 
 
 def entry(rule: str, level: float, bound: float, gain: float, low: float) -> dict:
@@ -246,13 +202,8 @@ def test_bad_input_is_named(tmp_path, fields, said):
     ("argument", "message"),
     [
         ("hybrid:suffix", "drafter: expected hybrid:FIRST+LAST, drafters with + between them, found hybrid:suffix"),
-        (
-            "hybrid:suffix+unigram@match=x",
-            "drafter: expected match=TOKENS, score=TOKENS or last=TOKENS after @, found match=x",
-        ),
         ("hybrid:suffix+unigram@last=0", "drafter: expected last=TOKENS of at least 1 after @, found 0"),
         ("hybrid:suffix+hybrid:a+b", "drafter: expected no hybrid inside of one"),
-        ("hybrid:unigram+suffix", "hybrid: expected all drafters but the last to copy what they draft"),
         ("hybrid:suffix:0+unigram", "drafter: expected suffix:MIN or suffix:MIN,FILE"),
         ("hybrid:suffix:2,none.store+unigram", "store: expected a store in none.store, found"),
     ],
