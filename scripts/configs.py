@@ -18,7 +18,7 @@ class GenerateConfig(Sampling, TemplateOptions):
     """Try a target with a drafter on one prompt, and watch in colour which tokens the drafter got right."""
 
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     prompt: str
     """The text to continue; `-` reads it from standard input, without its last newline."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
@@ -56,7 +56,7 @@ class ProfileConfig(ModelOptions):
     """Profile the rounds of one drafter with a target: the shares of drafting, verifying and the rest."""
 
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
@@ -101,7 +101,7 @@ class TreeConfig(ModelOptions):
     """Search the tree that a drafter of several tokens should draft, on text of the target at temperature 0."""
 
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     completions: list[str]
     """Directories written by `draftsmith prepare --temperature 0` with this target, of other prompts than the drafter's
     training."""

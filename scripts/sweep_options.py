@@ -17,7 +17,7 @@ class SweepOptions(ModelOptions):
     """A target, its text, and the training of drafters on it."""
 
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     output: str
     """The directory that receives everything; a second run continues from its content."""
     learning: dict[str, Any] = field(default_factory=dict)

@@ -22,6 +22,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.validation import ServerMessage, parse_json, read
+from draftsmith.train.files import is_gguf
+from draftsmith.train.gguf import require_gguf
 from draftsmith.train.quantization import is_quantized, plain_parts
 
 WEIGHTS = "model.safetensors"
@@ -68,7 +70,10 @@ def reading_errors(field: str, expected: str) -> Iterator[None]:
 
 
 def require_config(path: str | Path, field: str) -> None:
-    """Require a directory whose config.json is an object, or a possible hub id: other paths are slow to look up."""
+    """Require a GGUF file, a directory whose config.json is an object, or a possible hub id: others take long."""
+    if is_gguf(path):
+        require_gguf(path, field)
+        return
     local = Path(path)
     file = local / "config.json"
     if local.is_dir() and not file.is_file():
@@ -312,6 +317,8 @@ def load_generation_config(path: str | Path, config: PretrainedConfig, *, field:
     """Read and check a model's generation config, which older models have in config.json."""
     with reading_errors(field, f"a generation_config.json in {path}"):
         try:
+            if is_gguf(path):
+                raise OSError
             generation = GenerationConfig.from_pretrained(path)
         except OSError:
             if (Path(path) / "generation_config.json").is_file():

@@ -153,13 +153,18 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def is_gguf(model: str | Path) -> bool:
+    """Return whether a model is named by a GGUF file, not by a directory or a hub id."""
+    return str(model).lower().endswith(".gguf")
+
+
 def identity(model: str, weights: bool = True, revision: str | None = None) -> dict[str, Any]:
     """Return a fingerprint of a model's configs and, with `weights`, its weights; a hub id's is its commit.
 
     Weights are sampled in each file and in each tensor, because reading hundreds of gigabytes takes too long.
     """
     directory = Path(model)
-    if not directory.is_dir():
+    if not directory.is_dir() and not is_gguf(model):
         from huggingface_hub import hf_hub_download
 
         return {"commit": Path(hf_hub_download(model, "config.json", revision=revision)).parent.name}
@@ -169,7 +174,8 @@ def identity(model: str, weights: bool = True, revision: str | None = None) -> d
             digests[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
     patterns = ("*.safetensors", "pytorch_model*.bin", "*lm_head*.pt") if weights else ()
     tensors = hashlib.sha256()
-    for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
+    found = sorted(file for pattern in patterns for file in directory.glob(pattern))
+    for file in [directory] if is_gguf(model) else found:
         size, digest = file.stat().st_size, hashlib.sha256()
         with file.open("rb") as content:
             for sample in range(64):
@@ -184,7 +190,16 @@ def identity(model: str, weights: bool = True, revision: str | None = None) -> d
 
 
 def _parts_of_tensors(file: Path, size: int) -> Iterator[bytes]:
-    """Yield small tensors whole, the middle and the end of large ones, and the checksums that torch's format has."""
+    """Yield small tensors whole, the middle and the end of large ones, and the checksums that torch's format has.
+
+    A GGUF file is sampled every 64 KiB, as its header takes long to read.
+    """
+    if is_gguf(file):
+        with file.open("rb") as content:
+            for at in range(0, size, 1 << 16):
+                content.seek(at)
+                yield content.read(512)
+        return
     if file.suffix != ".safetensors":
         with ZipFile(file) as archive:
             yield repr([(part.filename, part.CRC) for part in archive.infolist()]).encode()

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -38,6 +39,8 @@ from draftsmith.train.checkpoint import (
     require_config,
     stored_tensors,
 )
+from draftsmith.train.files import is_gguf
+from draftsmith.train.gguf import check_whole, gguf_config, holds_blocks, source_of
 from draftsmith.train.quantization import quantization_of, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -66,8 +69,12 @@ def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bo
     """Read a causal LM's config, without weights; raise InputError naming `field` if it is missing or damaged."""
     require_config(path, field)
     with reading_errors(field, f"a causal LM in {path}"):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        raw, _ = PretrainedConfig.get_config_dict(path)
+        if is_gguf(path):
+            config = gguf_config(path)
+            raw: dict[str, Any] = {}
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            raw, _ = PretrainedConfig.get_config_dict(path)
     for part in (raw, raw.get("text_config") or {}):
         check_rope(part, f"{field}: {path}: ")
     check_sizes(config, path, field)
@@ -101,7 +108,8 @@ def resolve_dtype(
     resolved = fast_dtype(config, kind)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         why = "" if resolved == stored else f", for which this {kind.upper()} has no fast arithmetic"
-        print(f"dtype: {resolved}; {path} is stored in {stored}{why}", file=sys.stderr)
+        held = f"blocks of {path} become {stored}" if holds_blocks(path) else f"{path} is stored in {stored}"
+        print(f"dtype: {resolved}; {held}{why}", file=sys.stderr)
     return resolved
 
 
@@ -179,17 +187,24 @@ def load_model(
     elif quantization or torch.device(home).type != "cpu":  # straight to the device's memory
         placed["device_map"] = {"": home}
     expected = f"a causal LM in {path}"
+    if is_gguf(path):
+        if quantization:
+            raise InputError(f"target_quantization: expected none with a GGUF file, found {quantization} for {path}")
+        placed |= {"config": config, "quantization_config": GgufConfig(dequantize=True)}
     if quantization:
         placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
         expected += f" for bitsandbytes in {quantization}"
     # `check_loaded` reports mismatched sizes in one line.
     checked = {"weights_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with phase(f"loading {path}"), whole_weights(), reading_errors(field, expected):
+    with phase(f"loading {path}"), whole_weights(), reading_errors(field, expected), source_of(path) as (place, named):
         loaded: Any = _loader(config).from_pretrained(
-            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **checked, **placed
+            place, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, **named, **checked, **placed
         )
     model, info = loaded
     check_causal(model, field)
+    if is_gguf(path):
+        check_whole(model, path, field)
+    model.config.name_or_path = model.name_or_path = str(path)
     unpack(model, DTYPES[dtype] if quantization_of(config) else None)
     check_loaded(model, info, stored, path, field)
     model.generation_config = load_generation_config(path, config, field=field)
@@ -238,8 +253,10 @@ def load_tokenizer(
     causal LM's config is missing, or both tokens are.
     """
     rows = vocabulary_size(path, field=field, trust_remote_code=trust_remote_code)
-    with phase(f"reading the tokenizer of {path}"), reading_errors(field, f"a tokenizer in {path}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    expected = f"a tokenizer in {path}"
+    with phase(f"reading the tokenizer of {path}"), reading_errors(field, expected), source_of(path) as (place, named):
+        tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **named)
+    tokenizer.name_or_path = str(path)
     tokenizer.padding_side = "left"
     usable = ((tokenizer.pad_token, tokenizer.pad_token_id), (tokenizer.eos_token, tokenizer.eos_token_id))
     pad = next((token for token, number in usable if number is not None and number < rows), None)

@@ -140,7 +140,7 @@ class PromptedTarget(PromptOptions):
     """A target, and the prompts that it completes."""
 
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
 

@@ -48,7 +48,7 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     """The metrics that may choose a checkpoint."""
 
     target: str
-    """The frozen teacher: a model directory or hub id."""
+    """The frozen teacher: a model directory, hub id or GGUF file."""
     completions: list[str]
     """Completion directories to train on."""
     heldout: float | list[str] = field(default_factory=list)

@@ -73,6 +73,7 @@ def certify_greedy(
     prompts: Sequence[Tensor],
     sampler: Sampler = GREEDY,
     same_kernels: bool = True,
+    tie: float | None = None,
 ) -> Certificate:
     """Compare a drafter's completions at T=0 with plain decoding's, and judge where each first differs.
 
@@ -85,6 +86,8 @@ def certify_greedy(
     Without `same_kernels` another program, such as a server, wrote the texts, and its rounding cannot be measured here.
     All 8 units are then a tie, but the number of near-ties must be plausible under twice the rounding measured here
     (p ≥ 0.001).
+
+    `tie` is the margin of logits up to which another arithmetic, such as that of quantised weights, may turn them.
 
     Completions are without prompts and padding, prompts are (T,) int64; `reason` counts prompts and tokens from 0.
 
@@ -102,16 +105,17 @@ def certify_greedy(
     for i, ((ids, length), tokens) in enumerate(track(compared, "texts against plain decoding's", "texts")):
         mismatch = first_mismatch(target, ids, _text(ids[:length], tokens)[0], length, sampler)
         if mismatch is not None:
-            mismatches[i] = replace(mismatch, position=mismatch.position - length)
+            tolerance = mismatch.tolerance if tie is None else tie
+            mismatches[i] = replace(mismatch, position=mismatch.position - length, tolerance=tolerance)
     near = [i for i, mismatch in mismatches.items() if mismatch.is_tie]
-    if near and same_kernels:  # narrow the tolerance to the measured rounding
+    if near and same_kernels and tie is None:  # narrow the tolerance to the measured rounding
         noise = TIE_DEVIATIONS * _rounding(target, [texts[i] for i in near[:TEXTS_FED_AGAIN]], sampler)
         for i in near:
             least, most = mismatches[i].tolerance / TIE_ULPS, mismatches[i].tolerance
             mismatches[i] = replace(mismatches[i], tolerance=min(max(noise, least), most))
     ties = {i: mismatch for i, mismatch in mismatches.items() if mismatch.is_tie}
     excess = None
-    if len(ties) > 1 and not same_kernels:  # a single tie is no evidence, however improbable
+    if len(ties) > 1 and not same_kernels and tie is None:  # a single tie is no evidence, however improbable
         shared = [
             (ids[: length + mismatches[i].position + 1] if i in mismatches else ids, length)
             for i, (ids, length) in enumerate(texts)

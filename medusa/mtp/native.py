@@ -36,6 +36,7 @@ from draftsmith.train.checkpoint import (
     reading_errors,
     stored_tensors,
 )
+from draftsmith.train.files import is_gguf
 from draftsmith.train.models import load_config, whole_weights
 
 SHARED = re.compile(r"(^|\.)(embed_tokens|shared_head\.head)\.weight$")
@@ -70,7 +71,7 @@ def check_files(path: str, trust_remote_code: bool = False) -> None:
     Hub ids whose weights are not yet here pass.
     """
     config = load_config(path, field="target", trust_remote_code=trust_remote_code)
-    if files_of(path).is_dir():
+    if files_of(path).is_dir() or is_gguf(path):
         check_names(stored_tensors(path, "target"), config, path)
 
 

@@ -208,7 +208,7 @@ def _in_llama_cpp(
     served = {key: dict[int, Served]() for key in (COPIES[0], *drafters)}
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
         engine, files = LlamaCpp.found(), Path(scratch)
-        engine.convert(config.target, files / "target.gguf", TYPES[dtype], None)
+        target = engine.target_file(config.target, files / "target.gguf", TYPES[dtype])
         for name, path in drafters.items():
             if name in COPIES:
                 continue
@@ -217,7 +217,7 @@ def _in_llama_cpp(
             lengths = {min(k, most) for k in lengths}
             served[name] = served_at(path, kind, config.target, TYPES[dtype], files / name, sorted(lengths))
         costs = LlamaCosts(
-            engine, str(files / "target.gguf"), text, round(float(np.mean(middle))), config.batch_size,
+            engine, target, text, round(float(np.mean(middle))), config.batch_size,
             config.temperature, config.max_new_tokens, config.threads,
         )  # fmt: skip
         found = environment(torch.device("cpu"), dtype) | {"threads": config.threads}

@@ -13,7 +13,7 @@ class DoctorConfig(TemplateOptions, TeacherOptions):
     """Check a target, its drafters and samples before they cost any time, and suggest remedies."""
 
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """A drafter: a directory, whose config.json names its kind, or another kind by its name. Repeat it for several;
     without one only the target and the samples are checked."""

@@ -19,7 +19,8 @@ from draftsmith.scripts.engines.offline.verification import Engine, room, verify
 from draftsmith.scripts.kinds import drafter_specs, foreign_kind, stored_as
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
-from draftsmith.train.files import require_writable
+from draftsmith.train.files import is_gguf, require_writable
+from draftsmith.train.gguf import turned_margin
 from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.kinds.export import GGUF, check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
@@ -34,6 +35,9 @@ def check(config: ExportConfig) -> None:
     if config.import_from is None:
         kind, path = drafter_of(config)
         if config.format != GGUF:
+            if config.target is not None and is_gguf(config.target):
+                expected = f"a directory or hub id with format {config.format}"
+                raise InputError(f"target: expected {expected}, found {config.target}: llama.cpp loads it ({GGUF})")
             kind.check_export(config)
             return
         if kind.gguf is None:
@@ -95,8 +99,7 @@ def verified(config: ExportConfig, engine: Engine, files: Path) -> list[str]:
         raise InputError(f"verify: expected a target with {needed} positions, for prompts and texts, found {positions}")
     overrides, there = kind.overrides(model_config), target
     if config.format == GGUF:
-        there = str(files.with_name("target.gguf"))
-        LlamaCpp.found().convert(target, Path(there), "f32", None)
+        there = LlamaCpp.found().target_file(target, files.with_name("target.gguf"), "f32")
     return verify(engine, there, served, prompts, load, NEW_TOKENS, code, overrides)
 
 
@@ -110,7 +113,8 @@ def engine_of(config: ExportConfig) -> Engine | None:
     folder = LlamaCpp.found()
     folder.program("llama-server")
     # One at a time: several slots share a batch, and then EAGLE-3's heads see the features of others.
-    return Engine("llama.cpp", folder.run_jobs, batch=1, to_the_limit=True)
+    tie = turned_margin(str(config.target))
+    return Engine("llama.cpp", folder.run_jobs, batch=1, to_the_limit=True, tie=tie)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,10 +66,9 @@ def _tables(measured: Measured) -> list[CostTable]:
     _, context = mean_lengths(measured)
     text = torch.cat(measured.sequences(config.temperature[0])).cpu()
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
-        target = Path(scratch) / "target.gguf"
-        engine.convert(config.target, target, TYPES[measured.pair.dtype], None)
+        target = engine.target_file(config.target, Path(scratch) / "target.gguf", TYPES[measured.pair.dtype])
         costs = LlamaCosts(
-            engine, str(target), text, context, config.batch_size, config.temperature, config.max_new_tokens,
+            engine, target, text, context, config.batch_size, config.temperature, config.max_new_tokens,
             config.threads,
         )  # fmt: skip
         specs = drafter_specs(config.drafter)

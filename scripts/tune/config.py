@@ -65,7 +65,7 @@ class LoadConfig:
     """Reports of `measure --server` with a baseline server, or their directories: one for each draft length, with the
     same `concurrency` and temperatures."""
     target: str
-    """The target: a model directory or hub id."""
+    """The target: a model directory, hub id or GGUF file."""
     output: str
     """The directory that receives `draft_lengths.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())

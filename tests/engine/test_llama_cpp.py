@@ -1,5 +1,7 @@
 """Drafters in a real llama.cpp: its texts are plain decoding's, and it counts what replay says, to the integer."""
 
+import json
+
 import pytest
 import torch
 from engine import DRAFT, TARGET
@@ -14,7 +16,9 @@ from draftsmith.medusa.block.initial import begin_as_last_layers
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
-from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.scripts.engines.offline.jobs import Job
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
+from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -24,13 +28,7 @@ DRAFTERS = {
     "EAGLE-3": {},
     "EAGLE-3, cut, other norms": {"norm_before_residual": True, "norm_before_fc": True, "cut": True},
     "DFlash": {"block_size": 4, "anchor_guesses": False},
-    "DFlash 2": {
-        "block_size": 4,
-        "anchor_guesses": False,
-        "selector_rank": 8,
-        "selector_top_k": 8,
-        "conv_kernel_size": 3,
-    },
+    "DFlash 2": dict(block_size=4, anchor_guesses=False, selector_rank=8, selector_top_k=8, conv_kernel_size=3),
     "DSpark": {"block_size": 4, "anchor_guesses": True, "markov_rank": 8},
     "DSpark, cut": {"block_size": 4, "anchor_guesses": False, "markov_rank": 8, "cut": True},
 }
@@ -70,8 +68,41 @@ def saved(target, tmp_path_factory):
     return made
 
 
-def export(drafter, output, *more):
-    argv = ["export", "--drafter", drafter, "--target", TARGET, "--format", "gguf", "--output", output, *more]
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    """The embedded target in floats and in blocks of 8 bits, and the embedded draft."""
+    made = {}
+    for name, source, quantize in (("f32", TARGET, "f32"), ("q8_0", TARGET, "q8_0"), ("draft", DRAFT, "f32")):
+        made[name] = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
+        LlamaCpp.found().convert(str(source), made[name], quantize, None)
+    return made
+
+
+@pytest.mark.parametrize(("served", "code"), [("f32", 0), ("draft", 3)], ids=["its own", "another"])
+def test_a_server_of_the_target_is_certified_and_one_of_another_is_not(gguf, served, code, tmp_path, capsys):
+    speculative = {"method": "draft-simple", "model": str(gguf["draft"]), "num_speculative_tokens": 3}
+    job = Job(str(gguf[served]), [[0]], speculative=speculative, max_tokens=16, max_model_len=256, max_num_seqs=4)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in stdlib_prompts(8, heldout=True, seed=3)))
+    argv = ["--target", TARGET, "--drafter", DRAFT, "--prompts", prompts, "--output", tmp_path / "out"]
+    argv += ["--temperature", "0,1", "--max-new-tokens", 16, "--config", "{max_prompt_tokens: 40}"]
+    with LlamaCpp.found().serve(job) as client:
+        url = str(client.base_url)
+        assert cli.main(["certify", "--server", url, *map(str, argv), "--sampled-tokens", "2400"]) == code
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert found["greedy"]["identical"] is (code == 0) and found["sampled"][0]["passed"] is (code == 0)
+    assert found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0
+
+
+def test_a_target_in_blocks_is_verified_as_the_file_that_llama_cpp_serves(gguf, tmp_path, capsys):
+    assert export(DRAFT, tmp_path / "d.gguf", target=gguf["q8_0"]) == 0
+    out = capsys.readouterr().out
+    assert f"llama-server -m {gguf['q8_0']} " in out and "draft-simple: 8 of 8 texts are its text without" in out
+    assert "as replay says that llama.cpp counts" in out
+
+
+def export(drafter, output, *more, target=TARGET):
+    argv = ["export", "--drafter", drafter, "--target", target, "--format", "gguf", "--output", output, *more]
     return cli.main([*map(str, argv), "--quantize", "f32", "--verify", "llama.cpp"])
 
 

@@ -268,7 +268,7 @@ def completion_request(
             "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
         }
         body |= sampling | {"top_k": filters.top_k or 0, "repeat_penalty": sampling.pop("repetition_penalty")}
-        body |= {"prompt": prompt.ids or prompt.fields.get("prompt"), "cache_prompt": False}
+        body |= {"prompt": prompt.ids or prompt.fields.get("prompt"), "cache_prompt": False, "repeat_last_n": 1 << 17}
         return body | ({"seed": seed} if seeded else {}), LLAMA
     if own == NATIVE:
         sampling |= {"max_new_tokens": max_new_tokens} | ({"sampling_seed": seed} if seeded else {})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from draftsmith.decode.errors import InputError, one_of, require
-from draftsmith.train.files import atomic_path, require_writable
+from draftsmith.train.files import atomic_path, is_gguf, require_writable
 from draftsmith.train.options import DRAFT_LENGTH, DTYPES
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ class ExportOptions:
     """A new or empty directory for heads, or for a draft with a cut vocabulary, which servers need in full; for gguf a
     new file."""
     target: str | None = None
-    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Required to import
-    heads that use its language-model head, hold its embeddings, or name no layers; and to write such."""
+    """The target: a directory, a hub id or, for gguf, a GGUF file. Heads must fit it, and a draft must have its
+    tokenizer. Required to import heads that use its language-model head, hold its embeddings, or name no layers; and to
+    write such."""
     dtype: str | None = None
     """The weights' type in `output`; that of the heads if not given."""
     quantize: str | None = None
@@ -154,7 +155,7 @@ def put_in_place(directory: Path) -> Iterator[Path]:
 
 def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, int] | None = None) -> str:
     """Return the shell command that serves a target in vLLM; `overrides` are added to the target's config."""
-    words = ["vllm", "serve", target]
+    words = ["vllm", "serve", "TARGET" if is_gguf(target) else target]
     if overrides:
         words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
     return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
@@ -166,7 +167,7 @@ def sglang_command(target: str, draft: str | None, draft_length: int, algorithm:
     Without a draft the target's own layers draft.
     """
     flags = {
-        "--model-path": target,
+        "--model-path": "TARGET" if is_gguf(target) else target,
         "--speculative-algorithm": algorithm,
         "--speculative-draft-model-path": draft,
         "--speculative-num-steps": draft_length,

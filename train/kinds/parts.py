@@ -20,6 +20,7 @@ from draftsmith.train.checkpoint import (
     of_any_layer,
     stored_tensors,
 )
+from draftsmith.train.files import is_gguf
 from draftsmith.train.kinds.quantities import count, count_of
 from draftsmith.train.models import empty_model, load_tokenizer
 from draftsmith.train.quantization import is_quantized, quantization_of
@@ -76,6 +77,8 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> Side:
     if tensors:
         _check_stored(model, tensors, role)
         text += f", stored as {widely_stored(tensors)}"
+    elif is_gguf(path):
+        text += ", in a GGUF file"
     elif not directory.is_dir():
         text += UNSEEN
     elif not any(directory.glob("pytorch_model*.bin")):

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.decode.sampling import Sampler
+from draftsmith.train.files import is_gguf
 from draftsmith.train.job.flops import DEVICES
 from draftsmith.train.losses.chunked import ChunkSizes
 from draftsmith.train.losses.output_head import open_forward
@@ -33,7 +34,7 @@ from draftsmith.train.memory.trace import (
     precision_of,
     shadow,
 )
-from draftsmith.train.models import DTYPES, empty_model, stored_dtype
+from draftsmith.train.models import DTYPES, empty_model, load_config, stored_dtype
 from draftsmith.train.recipe import RecipeConfig
 
 DROPOUT = ("attention_dropout", "attn_pdrop")
@@ -48,7 +49,9 @@ MOMENTS = {
 
 
 def read_config(path: str, field: str, trust_remote_code: bool = False) -> Any:
-    """Read a model's config, from its directory, the hub or a config.json."""
+    """Read a model's config, from its directory, the hub, a GGUF file or a config.json."""
+    if is_gguf(path):
+        return load_config(path, field=field)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

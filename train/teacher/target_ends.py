@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 from draftsmith.decode.cache.features import decoder_layers, decoder_of, last_norm
 from draftsmith.decode.validation import read
 from draftsmith.train.checkpoint import INDEX, WEIGHTS, Index, check_finite, reading_errors
+from draftsmith.train.files import is_gguf
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model, load_config, load_model, resolve_dtype, whole_weights
 from draftsmith.train.quantization import own_weights
@@ -34,8 +35,8 @@ DEQUANTIZED = ("fp8", "mxfp4")
 def read_ends(path: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a target's ends from its safetensors into the host's memory; its other layers stay on the meta device.
 
-    Weights in fp8 and mxfp4 become floating point. A target whose weights are pickled, or quantised in another way, is
-    loaded whole.
+    Weights in fp8 and mxfp4 become floating point. A target whose weights are pickled, in a GGUF file, or quantised in
+    another way, is loaded whole.
     """
     code = trust_remote_code
     dtype = resolve_dtype(dtype, path, field="target", trust_remote_code=code)
@@ -68,7 +69,9 @@ def read_ends(path: str, dtype: str, *, trust_remote_code: bool = False) -> PreT
 
 
 def _stored_ends(path: str, last: int) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint that belong to no layer before the `last`; empty for pickled weights."""
+    """Read the tensors of a checkpoint that belong to no layer before the `last`; empty for other files."""
+    if is_gguf(path):
+        return {}
     index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
     single = None if index else cached_file(path, WEIGHTS, _raise_exceptions_for_missing_entries=False)
     if index:
@@ -102,10 +105,10 @@ def _placed(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 def load_on_disk(path: str, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a target whose forwards read its layers from its files, one at a time, except the last.
 
-    A mixture of experts, whose layers the library stores in another way, is loaded whole.
+    A mixture of experts, whose layers the library stores in another way, is loaded whole, and so is a GGUF file.
     """
     model = empty_model(path, field="target", trust_remote_code=trust_remote_code)
-    whole = any(parameter.ndim == 3 for parameter in model.parameters())
+    whole = is_gguf(path) or any(parameter.ndim == 3 for parameter in model.parameters())
     device = "cpu" if whole else _places(model, "disk")
     return load_model(path, field="target", dtype=dtype, device=device, trust_remote_code=trust_remote_code)
 

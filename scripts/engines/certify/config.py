@@ -21,14 +21,14 @@ class CertifyConfig(Filters, PromptOptions):
     """Certify from outside that a server with speculative decoding writes what its target would."""
 
     server: str
-    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must speak OpenAI's API and answer
-    with token ids, as vLLM and SGLang do."""
+    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must be llama-server, or speak
+    OpenAI's API and answer with token ids, as vLLM and SGLang do."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `certificate.json`."""
     target: str | None = None
-    """The target that the server should equal: a model directory or hub id, run here in `dtype`."""
+    """The target that the server should equal: a model directory, hub id or GGUF file, run here in `dtype`."""
     plain_server: str | None = None
     """A server of the same target without a drafter. With `target`, T=0 is compared with its texts; without, it is the
     reference for sampled text too, at less power."""

@@ -11,7 +11,7 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import require_tokens
 from draftsmith.scripts.engines.certify.config import CertifyConfig, Texts
-from draftsmith.scripts.engines.client import metrics_of
+from draftsmith.scripts.engines.client import identify_engine, metrics_of
 from draftsmith.train.endpoint.client import Client, SentPrompt, ServedCompletion, completion_request
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.retries import Window, ask_all
@@ -65,12 +65,14 @@ class Servers:
     vocab_size: int | None
     """Upper limit of ids; None without the target."""
     models: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    """`llama.cpp` for a server that gives ids on its own path alone; empty for others."""
     counters: dict[str, ServerCounts] = field(default_factory=dict)
     """Counts of this run's texts, of servers that were asked and show counters."""
 
     def begin(self) -> None:
-        """Ask each server for its model."""
-        self.models = asyncio.run(self._models())
+        """Ask each server which model it has, and whether it is llama.cpp's."""
+        asyncio.run(self._look())
 
     def texts(self, name: str, requests: Sequence[TextRequest], concurrency: int | None = None) -> dict[float, Texts]:
         """Return a server's texts by temperature, more than were requested if they end early."""
@@ -108,7 +110,9 @@ class Servers:
         async def answer_to(request: TextRequest) -> None:
             question, most = self.questions[request.prompt], config.max_new_tokens
             sent = question, self.models[client.name], config, request.temperature, most, None
-            body, path = completion_request(*sent, skip_special_tokens=False, **options)
+            body, path = completion_request(
+                *sent, self.kinds.get(client.name, ""), skip_special_tokens=False, **options
+            )
             answer = await client.complete(body, path)
             tokens = self._tokens(client, question, answer)
             if self.vocab_size is not None:
@@ -152,13 +156,13 @@ class Servers:
             for name, model in self.models.items()
         }
 
-    async def _models(self) -> dict[str, str]:
-        models = {}
+    async def _look(self) -> None:
         for name in SERVERS:
             if getattr(self.config, name) is not None:
                 async with self._client(name) as client:
-                    models[name] = await client.model(self.config.model)
-        return models
+                    self.models[name] = await client.model(self.config.model)
+                    if (await identify_engine(client)).kind == "llama.cpp":
+                        self.kinds[name] = "llama.cpp"
 
     def _client(self, name: str) -> Client:
         return Client(getattr(self.config, name), name)

@@ -16,6 +16,7 @@ from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.two_samples import two_sample_test
 from draftsmith.scripts.engines.certify.config import CertifyConfig, Texts
 from draftsmith.train.endpoint.client import SentPrompt
+from draftsmith.train.gguf import turned_margin
 from draftsmith.train.kinds.drafter import Pair
 
 BATCH = 16
@@ -77,7 +78,8 @@ class Judge:
             decoded = plain_texts(target, prompts, batch_size=8, **options)
             expected = [text[len(prompt) :].tolist() for text, prompt in zip(decoded, prompts, strict=True)]
         sampler = self.config.at(0).sampler().on(target.device)
-        return certify_greedy(target, expected, whole, prompts, sampler, same_kernels=False)
+        tie = turned_margin(str(self.config.target))
+        return certify_greedy(target, expected, whole, prompts, sampler, same_kernels=False, tie=tie)
 
     def sampled(self, temperature: float, answers: Texts, plain: Texts | None) -> SampledVerdict:
         """Test whether sampled texts have the target's distribution; without the target, the plain server's (`plain`).

@@ -8,8 +8,10 @@ from pathlib import Path
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engines.draft_lengths import NUM
 from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words, spec_type
+from draftsmith.train.files import is_gguf
 from draftsmith.train.kinds.export import GGUF, Served
 from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.models import load_config, load_tokenizer
 
 TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The type of GGUF files by dtype."""
@@ -26,11 +28,21 @@ def to_gguf(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> 
     options, output = converted(config, files, kind, path), Path(str(config.output))
     kind.export(options, path)
     source, quantize = options.output or path, config.quantize or "q8_0"
-    LlamaCpp.found().convert(source, output, quantize, config.target)
+    LlamaCpp.found().convert(source, output, quantize, _target_files(str(config.target), files))
     (form,) = in_llama_cpp(config, files, kind, path)
-    target = str(output) if form.target else "TARGET.gguf"
+    target = str(output) if form.target else str(config.target) if is_gguf(str(config.target)) else "TARGET.gguf"
     line = shlex.join(["llama-server", *server_words(target, form.speculative)])
     return [f"# wrote {output}: {quantize}", line]
+
+
+def _target_files(target: str, files: Path) -> str:
+    """Return the directory with a target's config and tokenizer; those of a GGUF file are written next to `files`."""
+    if not is_gguf(target):
+        return target
+    directory = files.with_name("target")
+    load_config(target, field="target").save_pretrained(directory)
+    load_tokenizer(target, field="target").save_pretrained(directory)
+    return str(directory)
 
 
 def in_llama_cpp(config: ExportConfig, files: Path, kind: DrafterKind, path: str) -> list[Served]:

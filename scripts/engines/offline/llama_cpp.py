@@ -26,6 +26,7 @@ from draftsmith.decode.validation import ServerMessage, TokenId, parse
 from draftsmith.scripts.engines.client import read_metrics
 from draftsmith.scripts.engines.offline import gguf_driver
 from draftsmith.scripts.engines.offline.jobs import Answer, EngineFailure, EngineRun, Job, last_words
+from draftsmith.train.files import is_gguf
 from draftsmith.train.job.processes import end_session
 
 VARIABLE = "DRAFTSMITH_LLAMA_CPP"
@@ -92,6 +93,13 @@ class LlamaCpp:
         finally:
             if written != output:
                 written.unlink(missing_ok=True)
+
+    def target_file(self, target: str, output: Path, quantize: str) -> str:
+        """Return the GGUF file of a target: its own, or `output`, into which its directory is converted."""
+        if is_gguf(target):
+            return str(Path(target).absolute())
+        self.convert(target, output, quantize, None)
+        return str(output)
 
     def run_jobs(self, jobs: Sequence[Job]) -> EngineRun:
         """Decode jobs one by one, each by a server of its own: `target` is a GGUF file, and ends of text end texts."""
