@@ -21,12 +21,15 @@ class PromptLookupProposer(CopyProposer):
     earlier occurrence wins, with 1 ≤ `min_ngram` ≤ n ≤ `max_ngram`. Of its occurrences the most recent one that a whole
     draft follows is taken, or else the one with the longest continuation. Without a match nothing is drafted. The draft
     is deterministic.
+
+    With `latest` the rule is that of llama.cpp's `ngram-simple` (common/ngram-map.cpp) with n = `max_ngram`: the most
+    recent occurrence, and what follows it without the text's last token, if that is n tokens or more.
     """
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, latest: bool = False):
         if not 1 <= min_ngram <= max_ngram:
             raise InputError(f"ngram: expected 1 ≤ min_ngram ≤ max_ngram, found {min_ngram} and {max_ngram}")
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.max_ngram, self.min_ngram, self.latest = max_ngram, min_ngram, latest
 
     def finder(self, max_length: int) -> Finder:
         """Return a function that drafts chains; it keeps no state."""
@@ -62,6 +65,11 @@ class PromptLookupProposer(CopyProposer):
             if not len(longer_ends):
                 break
             ends, matched = longer_ends, matched + 1
+        if self.latest:
+            # It does not see an occurrence at the text's start, nor one that the last token alone follows.
+            n, ends = self.max_ngram, ends[(ends > matched) & (ends < length - 1)]
+            end = int(ends[-1]) if len(ends) and matched == n and length > n + draft_length + 2 else length
+            return (slice(end, min(end + draft_length, length - 1)), n) if end + n < length else (slice(0, 0), 0)
         if matched < self.min_ngram:
             return slice(0, 0), 0
         # The latest occurrence before a whole draft, or else the earliest, which the most tokens follow.

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class PromptLookup(DrafterKind):
-    """Copies the continuation of the text's last n-gram; its argument, such as "1-3", is the shortest and longest n."""
+    """Copies the continuation of the text's last n-gram.
+
+    Its argument, such as "1-3", is the shortest and longest n; "simple-2" is llama.cpp's `ngram-simple` with n = 2.
+    """
 
     name, title, stored = "prompt_lookup", "n-grams", False
     flags, switch = ("prompt_lookup",), True
@@ -23,12 +26,14 @@ class PromptLookup(DrafterKind):
         from draftsmith.decode import PromptLookupProposer
 
         least, dash, most = (spec.path or "1-3").partition("-")
+        latest, least = least == "simple", most if least == "simple" else least
         if not (dash and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
             raise InputError(
-                f"drafter: expected {self.name}:MIN-MAX, the shortest and the longest n-gram, found {spec.path}"
+                f"drafter: expected {self.name}:MIN-MAX, the shortest and the longest n-gram, or {self.name}:simple-N, "
+                f"found {spec.path}"
             )
         lengths = {"prompt_lookup_min": int(least), "prompt_lookup_max": int(most)}
-        return self.drafter(spec, PromptLookupProposer(int(most), int(least)), figures=lengths)
+        return self.drafter(spec, PromptLookupProposer(int(most), int(least), latest), figures=lengths)
 
 
 class Suffix(DrafterKind):

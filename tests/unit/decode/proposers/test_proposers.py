@@ -44,6 +44,14 @@ def reference_lookup(text: list[int], draft_length: int, max_ngram: int, min_ngr
     return []
 
 
+def reference_simple(text: list[int], m: int, n: int) -> list[int]:
+    """llama.cpp's `ngram-simple`: the latest place before the last token, if n tokens or more follow before that."""
+    starts = [at for at in range(1, len(text) - n - 1) if text[at : at + n] == text[-n:]]
+    if not starts or len(text) <= n + m + 2 or len(text) - 1 - (starts[-1] + n) < n:
+        return []
+    return text[starts[-1] + n : -1][:m]
+
+
 def test_lookup_is_the_plain_search():
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -56,6 +64,8 @@ def test_lookup_is_the_plain_search():
         proposal = draft(proposer, text, draft_length)
         assert proposal.tokens.tolist() == expected and proposal.probabilities is None, text
         assert proposal.tree.is_chain and len(proposal.tree) == len(expected)
+        simple = draft(started(PromptLookupProposer(min_ngram, latest=True), draft_length), text, draft_length)
+        assert simple.tokens.tolist() == reference_simple(text, draft_length, min_ngram), text
 
 
 # Blind guesses
