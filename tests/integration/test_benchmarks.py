@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from pages import GUIDES
+from programs import Untraced
 from rich.console import Console
 from round_counts import count, random_drafts
 
-from benchmarks import common, study
+from benchmarks import common, floor, study, timing
 from benchmarks.gpu import __main__ as gpu
 from draftsmith.decode import Tree
 from draftsmith.decode.errors import InputError
@@ -132,6 +133,17 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
     tree = count(target, (proposer, len(ACCURACIES), []), rows, temperature)
     assert tree.synchronisations <= (6 + len(ACCURACIES) if temperature else 3)
     assert tree.kernels <= 250
+
+
+@pytest.mark.usefixtures("untraced")
+def test_rounds_are_timed_beside_their_products(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "Program", Untraced)
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--repeats", "1", "--max_new_tokens", "40"]
+    figures = figures_of(floor.bench, floor.BenchFloorConfig, arguments, tmp_path)
+    assert set(figures["rounds"]) == {f"{name}, T = {t}" for name in ("plain", "mine") for t in (0, 1)}
+    for of_method in figures["rounds"].values():
+        assert 0 < of_method["outside_share"] < 1 and of_method["products_ms"] > 0
+        assert of_method["over_products"] > 0
 
 
 WORKER = """
