@@ -30,7 +30,6 @@ from draftsmith.scripts.tune.tradeoff import (
     RuleSetting,
     choose,
     figures,
-    level_between,
     print_tradeoff,
 )
 from draftsmith.train.cli import parse_config
@@ -42,7 +41,6 @@ from draftsmith.train.quantization import parameter_count
 
 SCHEMA = "draftsmith.tune/1"
 REPEATS = 2
-REFINED = 3  # further levels of each rule, between one within the allowed departure and one beyond it
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ def tune(config: TuneConfig) -> dict[str, Any]:
 
     Each batch is decoded in all settings before the next one, in a rotating order, so that drift of the machine's speed
     affects all settings alike, and in two of the clock's turns or more; the median ratio to plain decoding counts.
-    Levels that the search adds run in turns of their own, together with plain decoding. Prompt i draws with the
-    config's seed + i.
+    Prompt i draws with the config's seed + i.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -91,16 +88,6 @@ def _report(task: Task) -> dict[str, Any]:
     # Each rule is a sequence of tests of its own; the rules share the error.
     confidence = confidence_of_each(0.95, len({setting.rule for setting in settings}))
     levels = [figures(setting, decoded[setting], plain, exact, greedy, confidence) for setting in settings]
-    for _ in range(REFINED if config.max_departure is not None else 0):
-        between = {
-            rule: level_between([row for row in levels if row["rule"] == rule], config.max_departure or 0.0)
-            for rule in RULES
-        }
-        added = [task.setting(rule, level) for rule, level in between.items() if level is not None]
-        if not added:
-            break
-        decoded = _decode_all(task, [PLAIN, *added])
-        levels += [figures(setting, decoded[setting], decoded[PLAIN], exact, greedy, confidence) for setting in added]
     levels.sort(key=lambda row: (RULES.index(row["rule"]), row["level"]))
     chosen, reason = choose(levels, config.max_departure)
     return {

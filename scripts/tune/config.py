@@ -37,7 +37,7 @@ class TuneConfig(Sampling, PromptedTarget):
     max_departure: float | None = None
     """The departure from the target that is allowed, below 1. At temperature 0: the share of tokens that are not its
     argmax in their context. Under sampling: the mean total variation between a token's distribution and the target's; a
-    text of n tokens is then at most n times as far. Within it, three further levels of each rule are tried."""
+    text of n tokens is then at most n times as far."""
     levels: dict[str, list[float]] = field(default_factory=lambda: dict(LEVELS))
     """The rules and their levels: ε of typical acceptance, with δ = √ε, as its authors have it; the threshold rule,
     which reads the probability at temperature 1 if the temperature is 0, and refuses even the target's own choice where

@@ -132,17 +132,6 @@ def departure_estimate(
     return BoundedDeparture(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
 
 
-def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None:
-    """Return the level half-way between the last admitted one of a rule and the next, which departs too far.
-
-    None if there are no such two, or if the latter does not gain on the exact rule: then no level between them would.
-    """
-    rows, count = _strictest_first(levels), len(admitted_levels(levels, most))
-    if not 0 < count < len(rows) or not rows[count]["gain_over_exact"].value > 0:
-        return None
-    return (rows[count - 1]["level"] + rows[count]["level"]) / 2
-
-
 def admitted_levels(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, Any]]:
     """Return one rule's levels, from the strictest up to the last whose departure's bound is below `most`.
 

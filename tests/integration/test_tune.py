@@ -10,9 +10,8 @@ from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each
 from draftsmith.decode.rules import Threshold
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
-from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
-from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
+from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate
 from draftsmith.train.cli import flags_of
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
@@ -47,11 +46,10 @@ def tuned(models, tokenizer):
     flags = {
         "target": models / "target", "draft": models / "draft", "prompts": models / "prompts.jsonl",
         "output": models / "out", "dtype": "float32", "max-new-tokens": NEW, "draft-length": 3, "max-departure": 0.6,
-        "batch-size": 1, "levels": '{"typical": [0.05], "threshold": [0, 0.1, 0.6], "cascade": [0, 1]}',
+        "batch-size": 1, "levels": '{"typical": [0.05], "threshold": [0, 0.05, 0.1, 0.6], "cascade": [0, 1]}',
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
-        patch.setattr(command, "REFINED", 1)
         assert main(["tune", *flags_of(flags)]) == 0
     return json.loads((models / "out" / "tune.json").read_text(), object_hook=estimated)
 
@@ -99,10 +97,7 @@ def test_the_ends_of_a_rule(tuned):
     assert row_of(tuned, "typical", 0.05)["delta"] == pytest.approx(0.05**0.5)
 
 
-def test_the_search_goes_between_the_levels_and_takes_the_fastest_that_is_allowed(tuned):
-    given = {"typical": {0.05}, "threshold": {0, 0.1, 0.6}, "cascade": {0, 1}}
-    further = [row for row in tuned["levels"] if row["level"] not in given[row["rule"]]]
-    assert further and all(0 < row["level"] < 1 for row in further)
+def test_the_fastest_that_is_allowed_is_taken(tuned):
     inside = [row for row in tuned["levels"] if row["departure"].upper_bound < 0.6]
     fastest = max(inside, key=lambda row: row["mean_acceptance_length"].value)
     assert tuned["chosen"] == fastest and fastest["gain_over_exact"].ci95[0] > 0
@@ -166,15 +161,6 @@ def test_the_choice():
     # A level that passes behind a stricter one that does not was lucky.
     lucky = entry("threshold", 0.2, 0.001, 0.6, 0.5)
     assert choose([strict, lenient, lucky], 0.01)[0] == strict
-
-
-def test_the_level_between():
-    levels = [entry("threshold", level, bound, 0.1, 0) for level, bound in ((0.2, 0.3), (0.4, 0.1), (0.8, 0.01))]
-    assert level_between(levels, 0.2) == pytest.approx(0.3)
-    assert level_between(levels, 0.05) == pytest.approx(0.6)
-    assert level_between(levels, 0.5) is None and level_between(levels, 0.01) is None and level_between([], 0.1) is None
-    # Not even the level that departs too far is faster than the exact rule.
-    assert level_between([entry("threshold", 0.2, 0.3, -0.1, -0.2), *levels[1:]], 0.2) is None
 
 
 @pytest.mark.parametrize(
