@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from draftsmith.decode import autoregressive_generate
 from draftsmith.scripts import cli
+from draftsmith.scripts.engines.certify.verdicts import Judge
 from draftsmith.train.cli import flags_of
 from draftsmith.train.runs import save_model
 
@@ -192,6 +193,7 @@ def test_a_server_may_leave_the_last_token_out(files, writes, model, tmp_path):
     server, writer = writes(), Writer(model)  # noqa: F811
     server.answer = unmetered(lambda body, number: streamed(body, writer(body), says_end=False))
     assert certify(files, server, tmp_path / "out") == 0
+    assert Judge(None, None, [], [END]).greedy([([8], "stop")], [([8, END], "stop")], list).identical
 
 
 def test_a_wrong_token_at_zero_is_named(files, writes, tmp_path, capsys):

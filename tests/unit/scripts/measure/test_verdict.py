@@ -17,7 +17,7 @@ from draftsmith.decode.replay.batch_replay import replay_by_position
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.estimates import Observation
+from draftsmith.scripts.measure.estimates import Observation, same_length
 from draftsmith.scripts.measure.predictions import costs_entry, curve_of, nodes_of, predicted_speedup
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import comparisons, judge_runs, more_prompts, partial
@@ -206,6 +206,11 @@ def test_the_winner_is_said_to_be_what_it_is_on_prompts_that_did_not_choose_it(t
     ]
     speedup = case.judge()[1].measured_speedup
     assert 1.4 < speedup.value == speedup.ci95[0]
+
+
+def test_a_false_alarm_is_shared_by_all_comparisons_of_decoder_and_replay():
+    columns = ([20] * 8, [10] * 8), ([20] * 8, [10.4, 9.9, 10.3, 10.0, 10.5, 9.9, 10.2, 10.4])
+    assert [same_length(*columns, compared) for compared in (1, 2, 50)] == [False, True, True]
 
 
 def test_the_winner_is_chosen_where_it_does_worst_and_never_by_a_batch_that_shares_a_prompt():

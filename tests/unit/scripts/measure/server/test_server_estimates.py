@@ -58,6 +58,10 @@ def test_parts_that_match_the_counters_give_the_interval():
     columns = [[t - 1 for t in parts[1:]] for parts in PARTS]
     own = ratio([sum(of) for of in columns], [sum(of) + sum(a < 2 for a in of) for of in columns])
     assert found.alpha() == own and own.n == len(PARTS) and own.value == sum(accepted) / (sum(accepted) + rejected)
+    # SGLang's counter has the steps alone.
+    whole = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=ServerCounts(14, 0, 0, ()))
+    found = acceptance(observed({ONE: {"server": [whole]}}, {"draft_length": 2}, "sglang"), ONE)
+    assert found.draft_acceptance_rate().value == sum(accepted) / 28
 
 
 def test_what_is_accepted_beyond_the_end_counts_for_alpha_alone():
