@@ -118,7 +118,7 @@ CASES = {
     "hard": {"divergence": "cross_entropy", "decay": 0.5},
     "cut vocabulary": {"draft_vocabulary": 20},
     "prompts too": {"prompt_loss": True},
-    "D-PACE": {"divergence": "cross_entropy", "dpace": 0.5},
+    "D-PACE": {"divergence": "cross_entropy", "dpace": 0.5, "confidence": 0.5},
     "D-PACE, cut vocabulary": {"divergence": "cross_entropy", "dpace": 0.0, "draft_vocabulary": 20},
     "DSpark's mixture": {"divergence": {"cross_entropy": 0.1, "tvd": 1.8}, "confidence": 1.0},
     "its confidence, cut vocabulary": {"divergence": {"tvd": 1.0}, "confidence": 0.5, "draft_vocabulary": 20},

@@ -162,6 +162,21 @@ def test_a_draft_writes_under_autocast_and_with_adapters_too(options, pipeline, 
     assert history(trainer, "loss")[0] > 0
 
 
+def test_a_draft_writes_under_the_deployments_sampling_up_to_the_targets_ends(pipeline, tmp_path, monkeypatch):
+    asked = []
+
+    def spy(draft, prompts, generation, *args, **options):
+        asked.append(generation)
+        return continue_prompts(draft, prompts, generation, *args, **options)
+
+    monkeypatch.setattr("draftsmith.distill.trainer.continue_prompts", spy)
+    options = {"on_policy": 1.0, "on_policy_tokens": 5, "temperature": 0.5, "top_k": 4, "top_p": 0.75}
+    trainer = command.distill(configured(pipeline, tmp_path / "out", training={"max_steps": 1}, **options))
+    (generation,) = asked
+    assert (generation.temperature, generation.top_k, generation.top_p) == (0.5, 4, 0.75)
+    assert generation.eos_token_id == [trainer.tokenizer.eos_token_id]
+
+
 def test_a_share_of_the_batches_is_the_drafts_own_and_it_learns(pipeline, tmp_path, monkeypatch):
     written, real = [], DistillTrainer._on_policy
     monkeypatch.setattr(DistillTrainer, "_on_policy", lambda self, *args: written.append(1) or real(self, *args))
