@@ -63,6 +63,26 @@ def test_under_autocast_nothing_is_kept_beside_what_the_maps_compute_in(target):
     assert wide and {tensor.dtype for tensor in wide} == {torch.bfloat16}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True}, {"fc_norm": True, "norm_output": True}])
+def test_a_position_that_sees_itself_is_computed_as_in_the_paper(target, options):
+    heads = EagleHeads.of_target(target, **options)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    layer, attention = heads.midlayer, heads.midlayer.self_attn
+    embeddings, features = torch.randn(1, 1, 32), torch.randn(1, 1, 96)
+    norms = heads.fc_norm if heads.config.fc_norm else [torch.nn.Identity()] * 3
+    state = heads.fc(torch.cat([norm(part) for norm, part in zip(norms, features.chunk(3, -1), strict=True)], -1))
+    normed = layer.hidden_norm(state)
+    values = attention.v_proj(torch.cat([layer.input_layernorm(embeddings), normed], -1)).unflatten(-1, (-1, 8))
+    values = values.repeat_interleave(32 // 8 // values.shape[2], 2)
+    hidden = (normed if heads.config.norm_before_residual else state) + attention.o_proj(values.flatten(2))
+    raw = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    step = heads(embeddings, heads.fuse(features), torch.zeros(1, 1, dtype=torch.long))
+    torch.testing.assert_close(step.hidden, heads.norm(raw))
+    torch.testing.assert_close(step.states, step.hidden if heads.config.norm_output else raw)
+
+
 def test_heads_are_saved_under_the_authors_names(target, tmp_path):
     heads = EagleHeads.of_target(target, token_map=torch.tensor([7, 2, 30]))
     heads.save_pretrained(tmp_path)
