@@ -193,6 +193,9 @@ def test_a_head_that_adds_logits_is_one_map_with_the_targets(target, shape):
     if (head := drafter.candidate_selector) is not None:
         naive = torch.stack([chosen(head, *row) for row in zip(slots, before, naive, strict=True)])
     if (head := drafter.domino_head) is not None:
+        large = 50 * embed(before)  # such that its gates are far from a half
+        remembered = head.prefix_gru(large, large.new_zeros(2, drafter.config.gru_hidden_dim))
+        torch.testing.assert_close(remembered, recurrent(drafter, large))
         inner = torch.cat([hidden, recurrent(drafter, embed(before[:, drafter.config.silent :]))], -1)
         added = torch.nn.functional.silu(inner @ head.embed_proj[0].weight.T) @ head.embed_proj[2].weight.T
         added[:, : drafter.config.pure_draft_prefix_len] = 0
