@@ -124,6 +124,13 @@ def test_texts_that_nothing_is_drafted_for_take_room_too(draft):
     assert texts.draft([0], [DraftRow(0, 50, [1], 0)]) == [None]
 
 
+def test_the_text_that_was_drafted_for_longest_ago_is_forgotten(draft):
+    texts = texts_of(draft, cache_tokens=30, max_length=24)
+    for key in (0, 1, 0, 2):
+        texts.draft([key], [DraftRow(key, 0, list(range(10)), 2)])
+    assert texts.draft([0, 1], [DraftRow(0, 10, [], 0), DraftRow(1, 10, [], 0)]) == [[], None]
+
+
 def test_what_is_forgotten_is_unknown(draft):
     texts = texts_of(draft)
     texts.draft([0, 1], [DraftRow(0, 0, [1, 2], 2), DraftRow(1, 0, [3, 4], 2)])
