@@ -82,6 +82,9 @@ def test_a_target_that_is_not_a_number_is_refused_where_it_happens(draft, do_sam
         decode(broken, draft, ids, do_sample=do_sample, rule=rule)
     with pytest.raises(InputError, match=rf"target: expected finite logits, found NaN after {place} tokens of row 0"):
         autoregressive_generate(broken, ids, do_sample=do_sample, max_new_tokens=8)
+    broken.model.embed_tokens.weight[:] = float("nan")
+    with pytest.raises(InputError, match="found NaN after 6 tokens of row 0"):  # rules judge each row by itself
+        decode(broken, draft, ids, do_sample=do_sample, rule=rule, repetition_penalty=1.5)
 
 
 def test_the_multimodal_class_writes_what_the_library_writes():

@@ -6,9 +6,10 @@ from conftest import tiny_llama
 from pipelines import configured, eagle_configured, heads_configured
 
 from draftsmith.distill import __main__ as distillation
-from draftsmith.distill.config import DraftInit
+from draftsmith.distill.config import DistillConfig, DraftInit
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.heads import __main__ as medusa
+from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.runs import save_model
@@ -53,7 +54,8 @@ def test_a_draft_that_agrees_is_not_warned_of(pipeline, loud, tmp_path, capsys):
     assert "first loss" not in capsys.readouterr().err
 
 
-def test_a_new_draft_is_trained_by_muon_at_the_rate_of_its_width(pipeline, tmp_path, capsys):
+def test_a_new_draft_is_trained_by_muon_at_the_rate_of_its_width(pipeline, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(DistillConfig, "defaults", Defaults(rate=1e-3, muon_rate=1e-2))
     training = {"max_steps": 1, "learning_rate": None}
     options = {"draft": None, "init": DraftInit(1), "training": training}
     trainer = distillation.distill(configured(pipeline, tmp_path, **options))

@@ -92,6 +92,9 @@ def test_both_servers_find_the_depths_as_they_count_them(tmp_path, made):
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4, 6]
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["rope_theta"] == 10000.0
     assert notes == ["it drafts 7 of 97 tokens, cut there too (d2t)"]
+    FORMATS.write(made("long"), tmp_path / "long", "vllm")
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    assert config["rope_scaling"] == config["rope_parameters"]  # of versions 4 and 5 of the library
 
 
 @pytest.mark.parametrize("pickled", [False, True])
