@@ -116,6 +116,17 @@ def test_rows_that_end_early_leave_the_others_as_they_would_be_alone(target, dra
     assert len(lengths) >= 3, "the rows were meant to end at different times"
 
 
+@pytest.mark.parametrize("tree", TREES)
+def test_sampled_rows_are_as_alone_up_to_the_length_limit(target, draft, tree):
+    ids, mask = batch(3, 7, 5)
+    options = {"max_new_tokens": 12, "do_sample": True, "draft_length": 3}
+    out = speculative_generate(target, DraftModelProposer(draft, tree), ids, mask, seed=5, **options)
+    for row in range(3):
+        own = ids[row : row + 1, mask[row] == 1]
+        alone = speculative_generate(target, DraftModelProposer(draft, tree), own, seed=5 + row, **options)
+        assert torch.equal(out.sequences[row, 7:], alone.sequences[0, own.shape[1] :])
+
+
 def test_the_librarys_own_door_takes_batches(target, draft):
     ids, mask = batch(3, 7, 5)
     plain = target.generate(ids, attention_mask=mask, **GREEDY)

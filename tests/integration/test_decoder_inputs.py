@@ -83,8 +83,11 @@ def test_a_target_that_is_not_a_number_is_refused_where_it_happens(draft, do_sam
     with pytest.raises(InputError, match=rf"target: expected finite logits, found NaN after {place} tokens of row 0"):
         autoregressive_generate(broken, ids, do_sample=do_sample, max_new_tokens=8)
     broken.model.embed_tokens.weight[:] = float("nan")
-    with pytest.raises(InputError, match="found NaN after 6 tokens of row 0"):  # rules judge each row by itself
-        decode(broken, draft, ids, do_sample=do_sample, rule=rule, repetition_penalty=1.5)
+    tree = Tree.from_choices([(0,), (1,)])
+    for rows, shape, penalty in ((1, None, 1.5), (2, None, 1.0), (2, tree, 1.0)):  # each is judged in its own way
+        options = {"do_sample": do_sample, "rule": rule, "repetition_penalty": penalty}
+        with pytest.raises(InputError, match="found NaN after 6 tokens of row 0"):
+            speculative_generate(broken, DraftModelProposer(draft, shape), prompt(rows), **(GREEDY | options))
 
 
 def test_the_multimodal_class_writes_what_the_library_writes():
