@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
@@ -15,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from draftsmith.decode.cache import positions_of
 from draftsmith.decode.draft_models.vocabulary import token_count
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.progress import phase
 from draftsmith.train.checkpoint import end_of_sequence_ids, load_generation_config
 from draftsmith.train.cli import parse_config
@@ -29,6 +30,7 @@ from draftsmith.train.job.kept_step import KeptStep
 from draftsmith.train.job.lock import lock_directory
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
+from draftsmith.train.job.step_checks import Overfit
 from draftsmith.train.losses.output_head import require_split
 from draftsmith.train.models import (
     check_head,
@@ -73,7 +75,10 @@ def read_data(config: RecipeConfig, positions: int | None = None) -> tuple[Train
         return training_examples(getattr(config, field), *options)
 
     train, heldout = read("completions"), None
-    if not isinstance(config.heldout, list):
+    if config.overfit is not None:
+        at_most(len(train)).check("overfit", config.overfit)
+        train = heldout = train.select(np.arange(len(train)) < config.overfit)
+    elif not isinstance(config.heldout, list):
         train, heldout = split_off(train, config.heldout)
     elif config.heldout:
         heldout = read("heldout")
@@ -136,6 +141,8 @@ class TrainingRun(ABC, Generic[Config]):
         if self.cached is not None:
             self.cached.feed(trainer)
         run_training(trainer, lambda output: self.finish(trainer, output))
+        if config.overfit is not None:
+            Overfit.require(trainer.state)
         return trainer
 
     @property

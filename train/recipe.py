@@ -104,6 +104,9 @@ class RecipeConfig(TargetOptions, TeacherOptions):
     save_dtype: str = "auto"
     """The dtype of the weights in `output_dir`: float32, bfloat16 or float16; auto: the stored dtype of the model to
     start from, or the target's for heads and for a draft made from it. Checkpoints hold float32."""
+    overfit: int | None = None
+    """Check the way from data to drafter: learn from the first N samples alone, until replay on the same samples
+    accepts 0.95 of each guess (alpha); it is an error if the last step does not."""
     optimizer: str = "auto"
     """"trainer": `training.optim`; "muon": Muon on the matrices and AdamW on the rest, which learns faster in short
     runs, for unsharded training (one process or DDP, no FSDP or ZeRO); "auto": the best for the kind of drafter."""
@@ -118,6 +121,7 @@ class RecipeConfig(TargetOptions, TeacherOptions):
         require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
         require(self, at_least(1), "loss_chunk")
+        require(self, at_least(1), "overfit")
         if self.stop_after is not None:
             seconds_of(self.stop_after, "stop_after")
         self._check_sources()
@@ -148,6 +152,8 @@ class RecipeConfig(TargetOptions, TeacherOptions):
             print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
             self.training._n_gpu = 1
         self._select_on_acceptance()
+        if self.overfit is not None:
+            self._measure_what_is_learned()
         self.training.dataloader_pin_memory &= self.training.device.type != "cpu"  # torch warns otherwise
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
         self.training.use_cache = True  # for those who load the saved config; training forwards pass False
@@ -160,7 +166,8 @@ class RecipeConfig(TargetOptions, TeacherOptions):
         if self.training.push_to_hub and self.training.hub_strategy != "end":
             self.training.hub_strategy = type(self.training.hub_strategy)("end")
             print("hub: what is finished is pushed once, at the end, and checkpoints are not", file=sys.stderr)
-        if not self.heldout and (self.training.eval_strategy != "no" or self.training.eval_on_start):
+        measured = self.training.eval_strategy != "no" or self.training.eval_on_start
+        if measured and not self.heldout and self.overfit is None:
             option = "eval_on_start" if self.training.eval_strategy == "no" else "eval_strategy"
             text = f"completion directories for training.{option}, or a share of completions"
             raise InputError(f"heldout: expected {text}, found none")
@@ -222,6 +229,17 @@ class RecipeConfig(TargetOptions, TeacherOptions):
         if self.source_weights and len(self.source_weights) != len(self.completions):
             count, weights = len(self.completions), len(self.source_weights)
             raise InputError(f"source_weights: expected one for each of {count} completions, found {weights}")
+
+    def _measure_what_is_learned(self) -> None:
+        training = self.training
+        if self.heldout:
+            raise InputError(
+                f"heldout: expected none with overfit, which measures what it learns, found {self.heldout}"
+            )
+        if training.eval_strategy == "no":
+            training.eval_strategy, training.eval_steps = "steps", 20
+        if training.max_steps < 0:
+            training.max_steps = 400
 
     def _select_on_acceptance(self) -> None:
         """Select checkpoints by acceptance: the loss can fall while acceptance falls."""

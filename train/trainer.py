@@ -32,7 +32,7 @@ from draftsmith.train.job.flops import Work
 from draftsmith.train.job.optimizer import MuonAdamW
 from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.job.saving import SavingTrainer
-from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, require_finite
+from draftsmith.train.job.step_checks import Deadline, FirstLoss, Learner, Overfit, require_finite
 from draftsmith.train.job.telemetry import Telemetry, TrainingProgress
 from draftsmith.train.losses.chunked import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary, LossVocabulary
@@ -102,6 +102,8 @@ class RecipeTrainer(SavingTrainer, ABC):
             self.add_callback(TrainingProgress)
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
+        if config.overfit is not None:
+            self.add_callback(Overfit())
         if config.stop_after is not None:
             self.add_callback(Deadline(seconds_of(config.stop_after, "stop_after")))
         self.tokenizer = tokenizer

@@ -93,6 +93,22 @@ def test_no_steps_leave_the_drafter_as_it_begins_and_more_begin_there(kind, pipe
     assert furthest(run("out", 1), trained := run("anew", 1)) == 0 < furthest(begun, trained)
 
 
+def test_overfit_ends_once_its_samples_are_accepted_and_fails_if_they_never_are(pipeline, tmp_path, steps):
+    training = {"learning_rate": 0.0, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+
+    def run(draft: str, **options) -> RecipeTrainer:
+        options |= {"draft": str(pipeline / draft), "overfit": 2, "training": training}
+        return distill.distill(configured(pipeline, tmp_path / draft, **options))
+
+    trainer = run("target")
+    assert len(steps) == 2 and len(trainer.train_dataset) == 2 and trainer.eval_dataset is trainer.train_dataset
+    for _ in range(2):  # the second time it is a finished run
+        with pytest.raises(InputError, match=r"^overfit: expected each .* 0\.95, found 0\.\d+ after 4 steps"):
+            run("draft")
+    with pytest.raises(InputError, match=r"^heldout: expected none with overfit"):
+        run("draft", heldout=0.5)
+
+
 def test_a_run_that_ended_early_has_ended(pipeline, tmp_path, steps):
     """By its patience: nothing gets better at a learning rate of nothing."""
     training = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}

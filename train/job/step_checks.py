@@ -6,7 +6,7 @@ Shape suffixes: N positions, H hidden.
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,35 @@ class FirstLoss:
                 f"{self._tokens:,} tokens for equally likely: {cause}",
                 file=sys.stderr,
             )
+
+
+class Overfit(TrainerCallback):  # type: ignore[misc]
+    """The end of training once replay accepts each guess almost always, on the samples that are learned from."""
+
+    enough = 0.95
+
+    @staticmethod
+    def reached(metrics: Mapping[str, float]) -> float:
+        """Return the least `alpha` of all guesses; NaN is less than any."""
+        alphas = [value for name, value in metrics.items() if name.startswith("eval_alpha")]
+        return -1.0 if any(map(math.isnan, alphas)) else min(alphas)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
+    ) -> None:
+        """Stop training if that is enough."""
+        control.should_training_stop |= self.reached(metrics) >= self.enough
+
+    @classmethod
+    def require(cls, state: TrainerState) -> None:
+        """Raise InputError if it was not enough in the last evaluation of a run, or tell that it was."""
+        last = next(entry for entry in reversed(state.log_history) if "eval_alpha" in entry)
+        found = f"{cls.reached(last):.3f} after {last['step']} steps"
+        if cls.reached(last) < cls.enough:
+            remedy = "something on the way is wrong, or it needs more training.max_steps or another learning rate"
+            raise InputError(f"overfit: expected each guess's alpha to reach {cls.enough}, found {found}: {remedy}")
+        if state.is_world_process_zero:
+            print(f"overfit: each guess's alpha has reached {found}; now measure on their prompts", file=sys.stderr)
 
 
 class Deadline(TrainerCallback, ExportableState):  # type: ignore[misc]
