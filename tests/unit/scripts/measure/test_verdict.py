@@ -1,6 +1,7 @@
 """What to do with the figures: verdict, comparisons, breaks and predictions, on figures that are made by hand."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -452,6 +453,11 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
     # n-grams verify what they find.
     lookup = curve_of(own, 0.0, "lookup", PROBABILISTIC, replay)
     nodes = nodes_of(own.drafter("lookup"), replay, 4, rows)
+    shares = np.sum([text.sizes[4].sum(0) for text in replay.texts], axis=0) / sum(
+        t.sizes[4].sum() for t in replay.texts
+    )
+    most = ((max(sizes), np.prod(shares[list(sizes)])) for sizes in product(range(len(shares)), repeat=rows))
+    assert nodes == pytest.approx(sum(size * share for size, share in most))
     prompts, rounds = 2.0 + 0.01, [text.counts[4].num_drafts for text in replay.texts]
     if rows == 1:
         seconds = 4 * (prompts + 0.1) + (sum(rounds) - 4) * (0.11 + 1.0 + nodes * 0.2)
