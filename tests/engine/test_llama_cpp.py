@@ -70,15 +70,16 @@ def saved(target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):
-    """The embedded target in floats and in blocks of 8 bits, and the embedded draft."""
+    """The embedded target in floats and in blocks of 8 bits, and the embedded draft, also as a target."""
     made = {}
-    for name, source, quantize in (("f32", TARGET, "f32"), ("q8_0", TARGET, "q8_0"), ("draft", DRAFT, "f32")):
+    for name, quantize in (("f32", "f32"), ("q8_0", "q8_0"), ("draft", "f32"), ("other", "f32")):
+        source = DRAFT if name in ("draft", "other") else TARGET
         made[name] = tmp_path_factory.mktemp("gguf") / f"{name}.gguf"
         LlamaCpp.found().convert(str(source), made[name], quantize, None)
     return made
 
 
-@pytest.mark.parametrize(("served", "code"), [("f32", 0), ("draft", 3)], ids=["its own", "another"])
+@pytest.mark.parametrize(("served", "code"), [("f32", 0), ("other", 3)], ids=["its own", "another"])
 def test_a_server_of_the_target_is_certified_and_one_of_another_is_not(gguf, served, code, tmp_path, capsys):
     speculative = {"method": "draft-simple", "model": str(gguf["draft"]), "num_speculative_tokens": 3}
     job = Job(str(gguf[served]), [[0]], speculative=speculative, max_tokens=16, max_model_len=256, max_num_seqs=4)
