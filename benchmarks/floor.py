@@ -28,7 +28,7 @@ from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
 REPEATS = 50
-"""Timings of a round's products, of which the least counts."""
+"""Timings of a round's products; the least counts."""
 Product = tuple[int, str, int]
 """The place of a model, a layer, and the rows that it multiplies."""
 

@@ -23,8 +23,7 @@ class GenerateConfig(Sampling, TemplateOptions):
     """The text to continue; `-` reads it from standard input, without its last newline."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
     """The drafter: a directory or hub id of draft models or heads, or a kind: prompt_lookup, lookahead, unigram,
-    early_exit:N with the target's first N layers, or none for plain decoding. A draft model's tokenizer may have
-    the target's tokens under other ids."""
+    or none for plain decoding. A draft model's tokenizer may have the target's tokens under other ids."""
     draft_length: int = 4
     """γ, drafted tokens per round; for a tree, its depth."""
     rule: str = "exact"

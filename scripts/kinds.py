@@ -19,11 +19,11 @@ from draftsmith.train.cli import Alias
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.hybrid import Hybrid
 from draftsmith.train.kinds.kind import DrafterKind, Recipe
-from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Suffix, Unigram
+from draftsmith.train.kinds.untrained import LookAhead, PromptLookup, Suffix, Unigram
 
 KINDS: list[DrafterKind] = [
     ParallelDraft(), Medusa(), Eagle(), Block(), Mtp(), DraftModel(), RenumberedDraft(), RunAheadDraft(),
-    PromptLookup(), Suffix(), LookAhead(), Unigram(), EarlyExit(), Hybrid(lambda text: parse_drafter(text)),
+    PromptLookup(), Suffix(), LookAhead(), Unigram(), Hybrid(lambda text: parse_drafter(text)),
 ]  # fmt: skip
 """All kinds. The first one that recognises a directory has it: draft models, which are any model, come last."""
 STOCK, BASELINE = "stock", "baseline_draft"

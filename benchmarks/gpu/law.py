@@ -44,7 +44,6 @@ UNTRAINED = {
     "prompt_lookup": "prompt_lookup",
     "suffix": "suffix",
     "lookahead": "lookahead",
-    "early_exit": "early_exit:2",
     "hybrid": "hybrid:suffix+{folder}/distill-tiny@match=4",
 }
 DRAFTERS = (*TRAINED, *UNTRAINED)

@@ -140,9 +140,9 @@ class Forecast(Entry):
     round_seconds: AboveZero
     """Seconds of a round, a mean over the replayed ones."""
     speedup: Estimate
-    """Of the text alone, after its prompt."""
+    """The text alone, after its prompt."""
     request_speedup: Estimate
-    """Of whole requests: prompts included."""
+    """Whole requests: prompts included."""
 
 
 @dataclass(frozen=True)

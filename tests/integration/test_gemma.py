@@ -113,7 +113,7 @@ TRAIN = {
     heads_configured: medusa_command.train_heads,
     eagle_configured: eagle_command.train_heads,
 }
-MODEL_FREE = {"prompt_lookup": {}, "lookahead": {}, "unigram": {}, "early_exit": {"path": "2"}}
+MODEL_FREE = {"prompt_lookup": {}, "lookahead": {}, "unigram": {}}
 GAMMA, NEW = 3, 20
 
 

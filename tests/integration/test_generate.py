@@ -293,7 +293,7 @@ def test_a_draft_with_another_tokenizer_is_refused(pair, capsys):
 
 DRAFTERS = {"parallel_draft": "parallel", "draft": "draft", "renumbered": "draft", "run_ahead": "draft"}
 DRAFTERS |= {"medusa": "heads", "eagle": "eagle", "block": "block"}
-UNTRAINED = ("prompt_lookup", "suffix", "lookahead", "unigram", "early_exit:1", "mtp", "none")
+UNTRAINED = ("prompt_lookup", "suffix", "lookahead", "unigram", "mtp", "none")
 
 
 def test_all_kinds_are_tried_here():
@@ -402,7 +402,6 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
     [
         ({"drafter": "oracle"}, "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle,"),
         ({"drafter": "medusa:nowhere"}, "Medusa heads: expected a model directory"),
-        ({"drafter": "early_exit:3"}, "drafter: expected early_exit:N with at most the target's 2 layers, found 3"),
         ({"rule": "cascade", "drafter": "prompt_lookup"}, "for cascade, found prompt_lookup"),
         ({"compare": True, "drafter": "none"}, "compare: expected a drafter to compare with plain"),
         ({"prompt": ""}, "prompt: expected some text, found an empty string"),

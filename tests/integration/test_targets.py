@@ -298,9 +298,7 @@ def test_trees_that_are_asked_for_are_refused_before_weights_are_read(flags, exp
     assert said == f"{expected}, which is all that the target can follow, found a tree"
 
 
-@pytest.mark.parametrize(
-    ("family", "drafter"), rotated(IN_CHAINS, ["suffix", "unigram", "early_exit:1", "hybrid:suffix+early_exit:1"])
-)
+@pytest.mark.parametrize(("family", "drafter"), rotated(IN_CHAINS, ["suffix", "unigram", "hybrid:suffix+unigram"]))
 def test_drafters_without_files_draft_chains(family, drafter, place, capsys):
     base = ["generate", "--target", str(place(family) / "target"), "--prompt", "x = 1", "--max_new_tokens", "6"]
     assert (

@@ -28,7 +28,6 @@ from draftsmith.decode import (
     SuffixProposer,
     Switch,
     Tree,
-    early_exit,
 )
 from draftsmith.decode.proposers.renumbered import renumber_draft
 from draftsmith.medusa import BlockDrafter, BlockProposer, EagleHeads, MedusaHeads, MedusaProposer
@@ -220,7 +219,6 @@ SPECIMENS: dict[str, Specimen] = {
     "suffix": Specimen({"chain": lambda target: SuffixProposer(min_match=1)}, argument=":1", confident=False),
     "lookahead": Specimen({"chain": lambda target: LookaheadProposer()}, confident=False),
     "unigram": Specimen({"of the text": lambda target: BlindProposer()}),
-    "early_exit": Specimen({"chain": lambda target: DraftModelProposer(early_exit(target, 1))}, argument=":1"),
     "hybrid": Specimen(
         {
             "lookup, draft": lambda target: HybridProposer([PromptLookupProposer(), DraftModelProposer(near(target))]),
@@ -228,7 +226,7 @@ SPECIMENS: dict[str, Specimen] = {
                 [SuffixProposer(min_match=1), EagleProposer(eagle(target, named_tokens(target)), TREE)], Switch(match=1)
             ),
         },
-        argument=":suffix:1+prompt_lookup+early_exit:1@match=2",
+        argument=":suffix:1+prompt_lookup+unigram@match=2",
         confident=False,
     ),
 }

@@ -22,7 +22,7 @@ class DrafterSpec:
 
     kind: str  # the name of its kind, or of its role in a report
     path: str | None = None
-    """A directory or hub id; for kinds without files their argument, such as the layers of an early exit."""
+    """A directory or hub id; for kinds without files their argument, such as the shortest match of copies."""
     name: str | None = None  # the name in reports; its kind if None
     draft_lengths: Sequence[int] = (4,)  # the values of γ; drafters with their own tree draft to its depth
     tree: "Tree | None" = None  # the tree to draft; if None the tree of its config, or a chain

@@ -1,4 +1,4 @@
-"""Kinds of drafters without training: copies of the text, look-ahead, blind guesses, the target's first layers."""
+"""Kinds of drafters without training: copies of the text, look-ahead, blind guesses."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -88,24 +88,6 @@ class Unigram(DrafterKind):
 
         no_argument(spec)
         return self.drafter(spec, BlindProposer())
-
-
-class EarlyExit(DrafterKind):
-    """Drafts with the target's first layers; its argument is their number."""
-
-    name, title, stored, has_confidence = "early_exit", "an early exit", False, True
-    flags = ("exit_layers",)
-
-    def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
-        """Cut the target off after its first layers."""
-        from draftsmith.decode import DraftModelProposer, early_exit
-
-        depth, layers = loading.target.config.get_text_config().num_hidden_layers, spec.path or ""
-        if not layers.isdecimal() or not 1 <= int(layers) <= depth:
-            raise InputError(
-                f"drafter: expected {self.name}:N with at most the target's {depth} layers, found {layers or 'none'}"
-            )
-        return self.drafter(spec, DraftModelProposer(early_exit(loading.target, int(layers)), spec.tree))
 
 
 def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -88,7 +88,7 @@ def test_names_kinds_and_arguments(directories):
     for text, expected in (
         ("prompt_lookup", (None, "prompt_lookup", None)),
         ("short=prompt_lookup:2-5", ("short", "prompt_lookup", "2-5")),
-        ("early_exit:4", (None, "early_exit", "4")),
+        ("suffix:4", (None, "suffix", "4")),
         (f"draft:{directories / 'parallel_draft'}", (None, "draft", str(directories / "parallel_draft"))),
         (f"a=run_ahead:{draft}", ("a", "run_ahead", draft)),
     ):

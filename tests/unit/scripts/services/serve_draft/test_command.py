@@ -55,7 +55,6 @@ def test_a_store_of_the_drafts_tokenizer_is_copied_from(directory, tokenizer, tm
     [
         ("hybrid:suffix+prompt_lookup", "drafter: expected a draft model, .* found n-grams"),
         ("hybrid:suffix+run_ahead:DIR", "drafter: expected a draft model, .* found draft that runs ahead"),
-        ("hybrid:early_exit:1+DIR", "drafter: expected drafters that copy .* found an early exit"),
         ("hybrid:DIR+DIR", "drafter: expected drafters that copy .* found draft model"),
         ("hybrid:suffix+DIR@often", "drafter: expected match=TOKENS, .* found often"),
         ("suffix", "drafter: expected a draft model, .* found suffix matches"),
