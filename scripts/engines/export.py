@@ -28,6 +28,8 @@ from draftsmith.train.models import load_config, load_model, load_tokenizer
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
 """`--verify` decodes prompts from the standard library: how many, the most tokens of each, and its new tokens."""
+SLOTS = 4
+"""Texts that llama.cpp writes at once, as its server does unless told otherwise."""
 
 
 def check(config: ExportConfig) -> None:
@@ -112,9 +114,8 @@ def engine_of(config: ExportConfig) -> Engine | None:
         return Engine("vLLM", lambda jobs: run_jobs(python, jobs))
     folder = LlamaCpp.found()
     folder.program("llama-server")
-    # One at a time: several slots share a batch, and then EAGLE-3's heads see the features of others.
     tie = turned_margin(str(config.target))
-    return Engine("llama.cpp", folder.run_jobs, batch=1, to_the_limit=True, tie=tie)
+    return Engine("llama.cpp", folder.run_jobs, batch=SLOTS, to_the_limit=True, tie=tie)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

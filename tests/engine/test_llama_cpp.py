@@ -1,14 +1,22 @@
 """Drafters in a real llama.cpp: its texts are plain decoding's, and it counts what replay says, to the integer."""
 
+import inspect
 import json
+import re
+from functools import cache
 
 import pytest
 import torch
+from bpe import train_bpe
 from engine import DRAFT, TARGET
+from families import noisy, tiny_model
+from gemma import gemma_tokenizer
+from gguf import GGUFReader
 from prepare_inputs import write_prompts
 from trained_block import train_block
 from trained_eagle import train_eagle
 from transformers import GenerationConfig
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.decode.validation import parse_json
@@ -16,56 +24,91 @@ from draftsmith.medusa.block.initial import begin_as_last_layers
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
+from draftsmith.scripts.engines import export
 from draftsmith.scripts.engines.offline.jobs import Job
 from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
 from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts
 from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.runs import save_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+SHAPE = {"max_position_embeddings": 512, "num_hidden_layers": 4, "bos_token_id": 0, "eos_token_id": 0}
+SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WINDOWS = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(7)]
+THREES = PRETOKENIZE_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+TARGETS = {
+    "Qwen 3": ("qwen3", PRETOKENIZE_REGEX, {}),
+    "Llama 3": ("llama", THREES, {"rope_parameters": SCALED | {"original_max_position_embeddings": 64}}),
+    "Gemma 3": ("gemma3", None, {"num_hidden_layers": 7, "layer_types": WINDOWS}),
+}
+BLOCK = {"block_size": 4}
 DRAFTERS = {
     "draft": None,
     "EAGLE-3": {},
     "EAGLE-3, cut, other norms": {"norm_before_residual": True, "norm_before_fc": True, "cut": True},
-    "DFlash": {"block_size": 4, "anchor_guesses": False},
-    "DFlash 2": dict(block_size=4, anchor_guesses=False, selector_rank=8, selector_top_k=8, conv_kernel_size=3),
-    "DSpark": {"block_size": 4, "anchor_guesses": True, "markov_rank": 8},
-    "DSpark, cut": {"block_size": 4, "anchor_guesses": False, "markov_rank": 8, "cut": True},
+    "DFlash": BLOCK | {"anchor_guesses": False},
+    "DFlash 2": BLOCK | {"anchor_guesses": False, "selector_rank": 8, "selector_top_k": 8, "conv_kernel_size": 3},
+    "DSpark": BLOCK | {"anchor_guesses": True, "markov_rank": 8},
+    "DSpark, cut": BLOCK | {"anchor_guesses": False, "markov_rank": 8, "cut": True},
 }
 
 
 @pytest.fixture(scope="module")
-def target():
-    model = load_model(TARGET, dtype="float32", device="cpu")
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    return model
+def target(tmp_path_factory):
+    """By name, the directory of a target: the embedded one, or a random one with its family's kind of tokenizer."""
+
+    @cache
+    def made(name: str):
+        if name not in TARGETS:
+            return TARGET
+        family, words, options = TARGETS[name]
+        tokenizer = train_bpe([inspect.getsource(inspect)], 600, words) if words else gemma_tokenizer()
+        tokenizer.backend_tokenizer.model.ignore_merges = name == "Llama 3"
+        model = tiny_model(family, vocab_size=len(tokenizer) - (words is None), **SHAPE | options)
+        save_model(model, tokenizer, folder := tmp_path_factory.mktemp("target") / name)
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="module")
 def saved(target, tmp_path_factory):
-    """By name, the directory of a drafter that learnt a little of the target's own text."""
-    prompts = encoded_prompts(None, load_tokenizer(TARGET), 8, 48)
-    texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:6]], 6, max_new_tokens=40)
-    frequent = torch.cat(texts).bincount(minlength=target.config.vocab_size).topk(400).indices.sort().values
+    """By name and target, the directory of a drafter that learnt a little of the target's own text."""
     folder = tmp_path_factory.mktemp("drafters")
 
-    def made(name: str):
-        shape = DRAFTERS[name]
-        if shape is None:
+    @cache
+    def of(name: str):
+        model, tokenizer = load_model(target(name), dtype="float32", device="cpu"), load_tokenizer(target(name))
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        prompts = [torch.tensor(ids) for ids in encoded_prompts(None, tokenizer, 8, 128 if name else 48)[:6]]
+        return model, tokenizer, plain_texts(model, prompts, 6, max_new_tokens=64 if name else 40)
+
+    @cache
+    def made(name: str, whose: str = ""):
+        if (name, whose) == ("draft", ""):
             return DRAFT
+        (model, tokenizer, texts), output = of(whose), folder / f"{name} of {whose}"
         torch.manual_seed(0)
-        shape = {"base_model_name_or_path": str(TARGET)} | shape
+        shape = {"base_model_name_or_path": str(target(whose))} | (DRAFTERS[name] or {})
+        frequent = torch.cat(texts).bincount(minlength=model.config.vocab_size).topk(400).indices.sort().values
         tokens = frequent if shape.pop("cut", False) else None
-        if name.startswith("EAGLE"):
-            heads = train_eagle(target, EagleHeads.of_target(target, tokens, **shape), texts, steps=30)
+        if name == "draft":
+            save_model(noisy(model), tokenizer, output)
+        elif name.startswith("EAGLE"):
+            train_eagle(model, EagleHeads.of_target(model, tokens, **shape), texts, steps=30).save_pretrained(output)
         else:
-            drafter = BlockDrafter.of_target(target, 1, token_map=tokens, **shape)
-            begin_as_last_layers(drafter, target)
-            heads = train_block(target, drafter, texts)
-        heads.save_pretrained(folder / name)
-        return folder / name
+            drafter = BlockDrafter.of_target(model, 1, token_map=tokens, **shape)
+            begin_as_last_layers(drafter, model)
+            train_block(model, drafter, texts).save_pretrained(output)
+        return output
 
     return made
+
+
+def exported(drafter, target, output, *more):
+    argv = ["export", "--drafter", drafter, "--target", target, "--format", "gguf", "--output", output, *more]
+    return cli.main([*map(str, argv), "--quantize", "f32"])
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +139,21 @@ def test_a_server_of_the_target_is_certified_and_one_of_another_is_not(gguf, ser
 
 
 def test_a_target_in_blocks_is_verified_as_the_file_that_llama_cpp_serves(gguf, tmp_path, capsys):
-    assert export(DRAFT, tmp_path / "d.gguf", target=gguf["q8_0"]) == 0
+    assert exported(DRAFT, gguf["q8_0"], tmp_path / "d.gguf", "--verify", "llama.cpp") == 0
     out = capsys.readouterr().out
     assert f"llama-server -m {gguf['q8_0']} " in out and "draft-simple: 8 of 8 texts are its text without" in out
     assert "as replay says that llama.cpp counts" in out
 
 
-def export(drafter, output, *more, target=TARGET):
-    argv = ["export", "--drafter", drafter, "--target", target, "--format", "gguf", "--output", output, *more]
-    return cli.main([*map(str, argv), "--quantize", "f32", "--verify", "llama.cpp"])
+CASES = [(name, "") for name in DRAFTERS]
+CASES += [("draft", "Qwen 3"), ("EAGLE-3", "Qwen 3"), ("DSpark", "Llama 3"), ("draft", "Gemma 3")]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_is_verified_by_the_command(name, saved, tmp_path, capsys):
-    code = export(saved(name), tmp_path / "d.gguf")
+@pytest.mark.parametrize(("name", "whose"), CASES)
+def test_a_drafter_is_verified_by_the_command(name, whose, target, saved, tmp_path, capsys):
+    code = exported(saved(name, whose), target(whose), tmp_path / "d.gguf", "--verify", "llama.cpp")
     out, err = capsys.readouterr()
-    assert err == ""
-    assert code == 0
+    assert (code, err) == (0, "")
     assert "# llama.cpp without a drafter: 8 of 8 texts are draftsmith's plain text\n" in out
     (line,) = (line for line in out.splitlines() if "tokens accepted" in line)
     assert line.endswith("as replay says that llama.cpp counts")
@@ -123,21 +164,19 @@ def test_a_drafter_is_verified_by_the_command(name, saved, tmp_path, capsys):
 def test_measure_forecasts_what_drafters_bring_there(tmp_path):
     """By the clock of real servers: a round costs more than a token, and τ is replay's."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
-    config = (
-        f"{{prompts: {prompts}, lossless_tokens: 0, replay_limit: 4, limit: 2, max_new_tokens: 24, draft_length: 3}}"
-    )
-    argv = [
-        "measure",
-        "--target",
-        str(TARGET),
-        "--drafter",
-        str(DRAFT),
-        "--drafter",
-        "prompt_lookup",
-        "--config",
-        config,
+    config = "{lossless_tokens: 0, replay_limit: 4, limit: 2, max_new_tokens: 24, draft_length: 3}"
+    argv = ["measure", f"--target={TARGET}", f"--drafter={DRAFT}", "--drafter=prompt_lookup", f"--config={config}"]
+    argv += ["--threads=1", "--costs=llama.cpp", "--compiled=false"]
+    argv += [
+        f"--prompts={prompts}",
+        "--threads=1",
+        "--costs",
+        "llama.cpp",
+        "--compiled",
+        "false",
+        "--output",
+        str(tmp_path / "r"),
     ]
-    argv += ["--threads", "1", "--costs", "llama.cpp", "--compiled", "false", "--output", str(tmp_path / "r")]
     cli.main(argv)
     found = parse_json((tmp_path / "r" / "report.json").read_text())
     curves = {curve["proposer"]["name"]: curve["mean_acceptance_length"] for curve in found["curves"]}
@@ -145,3 +184,42 @@ def test_measure_forecasts_what_drafters_bring_there(tmp_path):
     for one in found["forecasts"]:
         assert one["mean_acceptance_length"] == curves[one["proposer"]]["3"]
         assert one["round_seconds"] > one["plain_seconds"] / 2
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_text_is_split_there_as_here(name, target, tmp_path):
+    text = "I'LL pay 12345 €, isn't it?\n\n  Ça va — नमस्ते  x=[1,22];\r\n\tend "
+    LlamaCpp.found().convert(str(target(name)), tmp_path / "t.gguf", "f32", None)
+    with LlamaCpp.found().serve(Job(str(tmp_path / "t.gguf"), [])) as client:
+        found = client.post("/tokenize", json={"content": text}).json()["tokens"]
+        assert found == load_tokenizer(target(name)).encode(text, add_special_tokens=False)
+        assert client.post("/detokenize", json={"tokens": found}).json()["content"] == text
+
+
+# By name: the drafter, the tensor or field of its file, and what becomes of its values.
+FAULTS = {
+    "layers": ("EAGLE-3", "eagle3.target_layers", lambda layer: layer - 1),
+    "a norm that adds 1": ("EAGLE-3", "blk.0.attn_norm_2.weight", lambda gain: gain - 1),
+    "a norm's place": ("EAGLE-3", "eagle3.norm_before_residual", lambda flag: ~flag),
+    "token map": ("EAGLE-3, cut, other norms", "d2t", lambda tokens: tokens[::-1].copy()),
+    "rotation": ("DSpark", "rope_freqs.weight", lambda factors: 1),
+    "mask": ("DSpark", "tokenizer.ggml.mask_token_id", lambda token: token - 1),
+    "tokenizer": ("draft", "tokenizer.ggml.tokens", lambda word: word[::-1].copy() if bytes(word).isalpha() else word),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_file_is_named(name, target, saved, tmp_path, capsys, monkeypatch):
+    (drafter, where, change), write = FAULTS[name], export.export
+
+    def faulty(config, files):
+        lines, reader = write(config, files), GGUFReader(config.output, "r+")
+        parts = [field.parts[i] for field in reader.fields.values() if field.name == where for i in field.data]
+        for values in parts + [tensor.data for tensor in reader.tensors if tensor.name == where]:
+            values[:] = change(values)
+        return lines
+
+    monkeypatch.setattr(export, "export", faulty)
+    argv = saved(drafter, "Llama 3"), target("Llama 3"), tmp_path / "d.gguf", "--verify", "llama.cpp"
+    assert exported(*argv) == 1
+    assert re.match(r"error: verify: expected llama.cpp .* to (count|decode .* vocab)", capsys.readouterr().err)

@@ -40,6 +40,10 @@ SPEC_TYPES = {"Eagle3": "draft-eagle3", "DFlash": "draft-dflash", "DSpark": "dra
 """`--spec-type` by a part of the class in a drafter's config.json; other files hold draft models."""
 COPIES = "ngram-simple"
 """The type of drafts that are copied from the text, after its latest token's last occurrence."""
+EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
+"""Attention in float32: the server's own choice rounds keys and values to f16."""
+SHARED = {"draft-eagle3", "draft-mtp"}
+"""Types whose drafts are wrong with several slots, if the graph that several share finds their likeliest tokens."""
 READY, PATIENCE = 120.0, 600.0
 """Seconds in which the server must be ready, and answer."""
 
@@ -106,32 +110,26 @@ class LlamaCpp:
         answers, version = list[Answer | EngineFailure](), "?"
         for job in jobs:
             try:
-                with self.serve(job) as client:
+                with self.serve(job, more=EXACT) as client:
                     version = client.get("/props").json().get("build_info", "?")
                     answers.append(_decoded(client, job))
             except (EngineFailure, InputError) as error:
                 answers.append(EngineFailure(str(error)))
-            except httpx2.HTTPError as error:
-                answers.append(EngineFailure(f"llama-server: {type(error).__name__}: {error}"))
         return EngineRun(version, "cpu", answers)
 
     @contextmanager
-    def serve(self, job: Job, threads: int | None = None) -> Iterator[httpx2.Client]:
+    def serve(self, job: Job, threads: int | None = None, more: Sequence[str] = ()) -> Iterator[httpx2.Client]:
         """Start a server for a job, yield a client of it, and end it; raise EngineFailure if it does not start.
 
-        `threads` are half of the cores if None.
+        `threads` are half of the cores if None; `more` are further arguments.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         words = [self.program("llama-server"), *server_words(job.target, job.speculative or {}), "--port", str(port)]
         words += ["--host", "127.0.0.1", "--metrics", "-np", str(job.max_num_seqs), "--no-warmup"]
-        words += [
-            "-c",
-            str(job.max_model_len * job.max_num_seqs),
-            "-t",
-            str(threads or max((os.cpu_count() or 2) // 2, 1)),
-        ]
+        count = threads or max((os.cpu_count() or 2) // 2, 1)
+        words += ["-c", str(job.max_model_len * job.max_num_seqs), "-t", str(count), *more]
         with tempfile.TemporaryDirectory(prefix="draftsmith-llama-") as scratch:
             log = Path(scratch) / "log"
             with log.open("wb") as output:
@@ -140,6 +138,9 @@ class LlamaCpp:
                 with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
                     _wait(client, process, log)
                     yield client
+            except httpx2.HTTPError as error:
+                found = last_words(f"{type(error).__name__}: {error}", log, "GGML_ASSERT")
+                raise EngineFailure(f"llama-server: expected answers, found {found}") from error
             finally:
                 end_session(process)
 
@@ -154,6 +155,7 @@ def server_words(target: str, speculative: Any) -> list[str]:
         if speculative["method"] == COPIES:
             return [*words, "--spec-ngram-simple-size-n", "1", "--spec-ngram-simple-size-m", length]
         words += ["--spec-draft-n-max", length]
+        words += ["--no-spec-draft-backend-sampling"] if speculative["method"] in SHARED else []
     return words
 
 
