@@ -59,7 +59,7 @@ def main(folder: str) -> None:
             return name or sys.exit(f"a tokenizer that splits words by none of the rules of {', '.join(RULES)}")
 
     def vocabulary(model: Any) -> tuple[list[str], list[int], str]:
-        # Multimodal families have added tokens behind the model's last row, and Gemma's bytes are tokens.
+        # Multimodal families have added tokens after the model's last row, and Gemma's bytes are tokens.
         size, file = model.hparams.get("vocab_size"), model.dir_model / "tokenizer.json"
         if size is None or not file.is_file():
             return listed(model)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""llama.cpp in a folder: which one, what is refused before it runs, and what its programs say where they fail."""
+"""llama.cpp in a folder: what is refused before it runs, and what its programs say where they fail."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
-from draftsmith.scripts.engines.offline.llama_cpp import VARIABLE, LlamaCpp, server_words
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words
 
 PATCHED = "get_vocab_base_pre", "get_vocab_base", "generate_extra_tensors"
 CONVERTER = """
@@ -20,7 +20,6 @@ sys.exit("an unknown tokenizer") if "bad" in sys.argv[1] else out.write_text(" "
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of llama.cpp whose converter writes its arguments, and whose quantiser copies them."""
-    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "llama"
     (made / "conversion").mkdir(parents=True)
@@ -37,18 +36,6 @@ def program(folder: Path, name: str, lines: str) -> None:
     path = folder / "bin" / name
     path.write_text(f"#!{sys.executable}\nimport pathlib, sys\n{lines}\n")
     path.chmod(0o755)
-
-
-def test_a_folder_is_named_or_lies_here(folder, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"^engine: expected a folder of llama.cpp with convert_hf_to_gguf.py, found"):
-        LlamaCpp.found()
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "elsewhere"))
-    with pytest.raises(InputError, match=r"^engine: .* found none at .*elsewhere"):
-        LlamaCpp.found()
-    monkeypatch.setenv(VARIABLE, str(folder))
-    assert LlamaCpp.found().folder == folder
-    with pytest.raises(InputError, match=r"^engine: expected llama-server in .*build/bin, found none"):
-        LlamaCpp.found().program("llama-server")
 
 
 def test_files_are_converted_and_quantised(folder, tmp_path):
@@ -80,7 +67,6 @@ def test_the_targets_own_layers_need_no_second_file():
         (["--verify", "vllm"], "verify: expected none of vllm with format gguf"),
         (["--dtype", "float32"], "dtype: expected none of float32 with format gguf"),
         (["--format", "vllm", "--quantize", "f32"], "format: expected gguf with quantize and llama.cpp, found vllm"),
-        (["--format", "own", "--verify", "llama.cpp"], "format: expected gguf with quantize and llama.cpp, found own"),
         (["--drafter", "prompt_lookup"], "format: expected a drafter that llama.cpp loads with gguf, "),
         (["--target", "null"], "target: expected its directory for format gguf, found none"),
     ],
