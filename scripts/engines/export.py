@@ -28,8 +28,6 @@ from draftsmith.train.models import load_config, load_model, load_tokenizer
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
 """`--verify` decodes prompts from the standard library: how many, the most tokens of each, and its new tokens."""
-SLOTS = 4
-"""Texts that llama.cpp writes at once, as its server does unless told otherwise."""
 
 
 def check(config: ExportConfig) -> None:
@@ -114,8 +112,7 @@ def engine_of(config: ExportConfig) -> Engine | None:
         return Engine("vLLM", lambda jobs: run_jobs(python, jobs))
     folder = LlamaCpp.found()
     folder.program("llama-server")
-    tie = turned_margin(str(config.target))
-    return Engine("llama.cpp", folder.run_jobs, batch=SLOTS, to_the_limit=True, tie=tie)
+    return Engine("llama.cpp", folder.run_jobs, batch=4, to_the_limit=True, tie=turned_margin(str(config.target)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -199,7 +199,6 @@ def test_text_is_split_there_as_here(name, target, tmp_path):
 FAULTS = {
     "layers": ("EAGLE-3", "eagle3.target_layers", lambda layer: layer - 1),
     "a norm that adds 1": ("EAGLE-3", "blk.0.attn_norm_2.weight", lambda gain: gain - 1),
-    "a norm's place": ("EAGLE-3", "eagle3.norm_before_residual", lambda flag: ~flag),
     "token map": ("EAGLE-3, cut, other norms", "d2t", lambda tokens: tokens[::-1].copy()),
     "rotation": ("DSpark", "rope_freqs.weight", lambda factors: 1),
     "mask": ("DSpark", "tokenizer.ggml.mask_token_id", lambda token: token - 1),

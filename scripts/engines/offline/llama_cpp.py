@@ -32,7 +32,6 @@ from draftsmith.train.job.processes import end_session
 VARIABLE = "DRAFTSMITH_LLAMA_CPP"
 """The environment variable that names the folder."""
 IN_THIS_FOLDER = Path(".llama.cpp")
-"""The folder that `make llama-cpp` fills."""
 CONVERTER = "convert_hf_to_gguf.py"
 CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """The types that the converter writes; `llama-quantize` makes the others of f32."""
@@ -41,11 +40,7 @@ SPEC_TYPES = {"Eagle3": "draft-eagle3", "DFlash": "draft-dflash", "DSpark": "dra
 COPIES = "ngram-simple"
 """The type of drafts that are copied from the text, after its latest token's last occurrence."""
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
-"""Attention in float32: the server's own choice rounds keys and values to f16."""
-SHARED = {"draft-eagle3", "draft-mtp"}
-"""Types whose drafts are wrong with several slots, if the graph that several share finds their likeliest tokens."""
 READY, PATIENCE = 120.0, 600.0
-"""Seconds in which the server must be ready, and answer."""
 
 
 class Completion(ServerMessage):
@@ -110,7 +105,7 @@ class LlamaCpp:
         answers, version = list[Answer | EngineFailure](), "?"
         for job in jobs:
             try:
-                with self.serve(job, more=EXACT) as client:
+                with self.serve(job, more=EXACT) as client:  # attention in float32
                     version = client.get("/props").json().get("build_info", "?")
                     answers.append(_decoded(client, job))
             except (EngineFailure, InputError) as error:
@@ -139,7 +134,7 @@ class LlamaCpp:
                     _wait(client, process, log)
                     yield client
             except httpx2.HTTPError as error:
-                found = last_words(f"{type(error).__name__}: {error}", log, "GGML_ASSERT")
+                found = last_words(type(error).__name__, log, "GGML_ASSERT")
                 raise EngineFailure(f"llama-server: expected answers, found {found}") from error
             finally:
                 end_session(process)
@@ -155,7 +150,8 @@ def server_words(target: str, speculative: Any) -> list[str]:
         if speculative["method"] == COPIES:
             return [*words, "--spec-ngram-simple-size-n", "1", "--spec-ngram-simple-size-m", length]
         words += ["--spec-draft-n-max", length]
-        words += ["--no-spec-draft-backend-sampling"] if speculative["method"] in SHARED else []
+        if speculative["method"] in ("draft-eagle3", "draft-mtp"):  # wrong with several slots
+            words += ["--no-spec-draft-backend-sampling"]
     return words
 
 

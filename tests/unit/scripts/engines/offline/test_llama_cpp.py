@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
-from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, server_words
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
 
 PATCHED = "get_vocab_base_pre", "get_vocab_base", "generate_extra_tensors"
 CONVERTER = """
@@ -52,20 +52,10 @@ def test_files_are_converted_and_quantised(folder, tmp_path):
     assert {path.name for path in tmp_path.glob("*.gguf")} == {"d.gguf", "q.gguf"}
 
 
-def test_the_targets_own_layers_need_no_second_file():
-    drafting = {"model": "t.gguf", "method": "draft-mtp", "num_speculative_tokens": 2}
-    words = ["-m", "t.gguf", "--spec-type", "draft-mtp", "--spec-draft-n-max", "2", "--no-spec-draft-backend-sampling"]
-    assert server_words("t.gguf", drafting) == words
-    assert server_words("o.gguf", drafting)[2:4] == ["-md", "t.gguf"]
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--quantize", "q3"], "quantize: expected one of f32, "),
-        (["--output", "d.bin"], "output: expected the name of a new .gguf file, found d.bin"),
-        (["--verify", "vllm"], "verify: expected none of vllm with format gguf"),
-        (["--dtype", "float32"], "dtype: expected none of float32 with format gguf"),
         (["--format", "vllm", "--quantize", "f32"], "format: expected gguf with quantize and llama.cpp, found vllm"),
         (["--drafter", "prompt_lookup"], "format: expected a drafter that llama.cpp loads with gguf, "),
         (["--target", "null"], "target: expected its directory for format gguf, found none"),
