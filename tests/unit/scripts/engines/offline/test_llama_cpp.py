@@ -52,17 +52,9 @@ def test_files_are_converted_and_quantised(folder, tmp_path):
     assert {path.name for path in tmp_path.glob("*.gguf")} == {"d.gguf", "q.gguf"}
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--quantize", "q3"], "quantize: expected one of f32, "),
-        (["--format", "vllm", "--quantize", "f32"], "format: expected gguf with quantize and llama.cpp, found vllm"),
-        (["--drafter", "prompt_lookup"], "format: expected a drafter that llama.cpp loads with gguf, "),
-        (["--target", "null"], "target: expected its directory for format gguf, found none"),
-    ],
-)
-def test_refusals(more, message, capsys):
-    more = more if "--drafter" in more else ["--drafter", "draft:somewhere", *more]
-    argv = ["export", "--target", "t", "--format", "gguf", "--output", "d.gguf", *more]
-    assert cli.main(argv) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+def test_refusals(capsys):
+    argv = ["export", "--target", "t", "--format", "gguf", "--output", "d.gguf", "--drafter"]
+    assert cli.main([*argv, "draft:somewhere", "--quantize", "q3"]) == 2
+    assert cli.main([*argv, "prompt_lookup"]) == 2
+    quantize, kind = capsys.readouterr().err.splitlines()
+    assert "quantize: expected one of f32, " in quantize and "expected a drafter that llama.cpp loads with gguf, " in kind
