@@ -47,20 +47,6 @@ def test_every_command_line_of_the_documentation_parses():
         assert config_of(name, arguments).threads in (None, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "error"),
-    [
-        ("study", ["--recipe", "none"], "recipe: expected one of distill"),
-        ("study", ["--baseline", "none"], "baseline: expected one of base, each named once, found none"),
-        ("study", ["--variants", '{"a": {"command": "b"}}'], "variants: a: command: expected one of distill.*found b"),
-        ("study", ["--variants", '{"a": {"hydra": true}}'], "variants: a: .*hydra"),
-    ],
-)
-def test_bad_options_are_told(name, arguments, error):
-    with pytest.raises(InputError, match=error):
-        config_of(name, arguments)
-
-
 @pytest.fixture
 def pair(pair_dirs, tmp_path) -> list[str]:
     prompts = tmp_path / "prompts.jsonl"

@@ -1,12 +1,10 @@
-"""Copies, look-ahead and early exits are worth their while where they should be."""
+"""Copies and look-ahead are worth their while where they should be."""
 
 import pytest
 import torch
 from conftest import tiny_llama
 
-from draftsmith.decode import DraftModelProposer, speculative_generate
-from draftsmith.decode.counts import Counts
-from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.decode import speculative_generate
 from draftsmith.decode.proposers.lookahead import LookaheadProposer
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
@@ -56,25 +54,3 @@ def test_lookahead_learns_what_never_stood_in_the_text():
         assert out.sequences[0, 29:].tolist() == [(int(ids[0, -1]) + 7 * i) % 31 for i in range(25)]
         accepted[type(proposer)] = out.counts.num_accepted_tokens
     assert accepted[LookaheadProposer] >= 8 and accepted[TextAlone] <= 2, accepted
-
-
-def test_early_exit_of_all_layers_is_always_accepted(deep):
-    out = speculative_generate(
-        deep, DraftModelProposer(early_exit(deep, 4)), prompt(0), draft_length=4, max_new_tokens=40, do_sample=False
-    )
-    assert out.counts == Counts(8, 32, 32, (8,) * 4, (8,) * 4, (8,) * 4, 40)
-
-
-def test_layer_skip_drafts_what_a_model_of_those_layers_drafts(deep):
-    """A layer at another's place in the cache would leave the output right and draft something else."""
-    small = tiny_llama(0, layers=2)
-    layers = deep.model.layers
-    small.load_state_dict(deep.state_dict(), strict=False)
-    for place, index in enumerate((0, 3)):
-        small.model.layers[place].load_state_dict(layers[index].state_dict())
-    kwargs = {"draft_length": 4, "max_new_tokens": 40, "do_sample": False}
-    for seed in range(3):
-        skip = speculative_generate(deep, DraftModelProposer(early_exit(deep, [0, 3])), prompt(seed), **kwargs)
-        own = speculative_generate(deep, DraftModelProposer(small), prompt(seed), **kwargs)
-        assert skip.counts == own.counts
-        assert 0 < skip.counts.num_accepted_tokens < skip.counts.num_draft_tokens
