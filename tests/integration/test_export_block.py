@@ -309,9 +309,9 @@ def test_the_command_writes_tells_and_reads(target, pair_dirs, tmp_path, capsys)
     where, own = pair_dirs[0], tmp_path / "DSpark"
     for name, format, said, tells in (
         ("DSpark", "vllm", "--speculative-config", "# DSpark drafter of 3 tokens, "),
-        ("DFlash", "sglang", "--speculative-algorithm DFLASH", "token 3 for a mask, on the outputs of the target's"),
+        ("DFlash", "sglang", "--speculative-num-draft-tokens 4", "token 3 for a mask, on the outputs of the target's"),
         ("DFlash 2", "vllm", '"method":"dflash"', "# DFlash2 drafter of 3 tokens, "),
-        ("Domino", "sglang", "--speculative-algorithm DFLASH", "# SGLang drafts 3 of its 4 tokens"),
+        ("Domino", "sglang", "--speculative-num-draft-tokens 4", "# SGLang drafts 3 of its 4 tokens"),
     ):
         made(target, name).save_pretrained(tmp_path / name)
         (tmp_path / name / "README.md").write_text("its card")

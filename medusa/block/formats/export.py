@@ -214,7 +214,8 @@ def _launch(
     name: str, speculative: dict[str, Any], drafter: BlockDrafter, format: str, target: PreTrainedModel | None
 ) -> list[str]:
     if format == "sglang":
-        return [sglang_command(name, speculative["model"], drafter.config.block_size, "DFLASH")]
+        # SGLang counts the anchor in: as many as the slots of a block.
+        return [sglang_command(name, speculative["model"], drafter.config.block_size - 1, "DFLASH")]
     return [vllm_command(name, speculative)] if format in ("vllm", "speculators") else []
 
 

@@ -37,8 +37,8 @@ CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """The types that the converter writes; `llama-quantize` makes the others of f32."""
 SPEC_TYPES = {"Eagle3": "draft-eagle3", "DFlash": "draft-dflash", "DSpark": "draft-dspark"}
 """`--spec-type` by a part of the class in a drafter's config.json; other files hold draft models."""
-COPIES = "ngram-simple"
-"""The type of drafts that are copied from the text, after its latest token's last occurrence."""
+COPIES = "ngram-mod"
+"""The type of drafts that are copied from the text, token by token what last followed."""
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
 READY, PATIENCE = 120.0, 600.0
 
@@ -148,7 +148,15 @@ def server_words(target: str, speculative: Any) -> list[str]:
         words += ["--spec-type", speculative["method"]]
         length = str(speculative["num_speculative_tokens"])
         if speculative["method"] == COPIES:
-            return [*words, "--spec-ngram-simple-size-n", "1", "--spec-ngram-simple-size-m", length]
+            return [
+                *words,
+                "--spec-ngram-mod-n-match",
+                "1",
+                "--spec-ngram-mod-n-min",
+                "1",
+                "--spec-ngram-mod-n-max",
+                length,
+            ]
         words += ["--spec-draft-n-max", length]
         if speculative["method"] in ("draft-eagle3", "draft-mtp"):  # wrong with several slots
             words += ["--no-spec-draft-backend-sampling"]

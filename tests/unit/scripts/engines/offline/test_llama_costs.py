@@ -22,7 +22,7 @@ class Server:
     def serve(self, job, threads):
         self.started.append(job)
         speculative = job.speculative or {"num_speculative_tokens": 0, "method": "none"}
-        k, copies = speculative["num_speculative_tokens"], speculative["method"] == "ngram-simple"
+        k, copies = speculative["num_speculative_tokens"], speculative["method"] == "ngram-mod"
         # A server that other programs disturb, once.
         self.slow = 3.0 if len(self.started) == 2 else 1.0
 
