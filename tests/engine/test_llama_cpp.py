@@ -26,7 +26,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engines import export
 from draftsmith.scripts.engines.offline.jobs import Job
-from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
+from draftsmith.scripts.engines.offline.llama_cpp import EXACT, LlamaCpp
 from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
@@ -129,7 +129,7 @@ def test_a_server_of_the_target_is_certified_and_one_of_another_is_not(gguf, ser
     prompts.write_text("".join(json.dumps(record) + "\n" for record in stdlib_prompts(8, heldout=True, seed=3)))
     argv = ["--target", TARGET, "--drafter", DRAFT, "--prompts", prompts, "--output", tmp_path / "out"]
     argv += ["--temperature", "0,1", "--max-new-tokens", 16, "--config", "{max_prompt_tokens: 40}"]
-    with LlamaCpp.found().serve(job) as client:
+    with LlamaCpp.found().serve(job, more=EXACT) as client:
         url = str(client.base_url)
         assert cli.main(["certify", "--server", url, *map(str, argv), "--sampled-tokens", "2400"]) == code
     found = json.loads((tmp_path / "out" / "certificate.json").read_text())
