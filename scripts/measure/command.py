@@ -13,7 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
-from draftsmith.scripts.measure import forecasts
+from draftsmith.scripts.measure import round_costs
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.certify import certify_recommended
 from draftsmith.scripts.measure.config import LLAMA_CPP, MeasureConfig
@@ -62,7 +62,7 @@ def measure(config: MeasureConfig) -> Report:
         )
     drafters, unfinished, code = _drafters(config), Unfinished(config), config.trust_remote_code
     if config.costs == LLAMA_CPP:
-        forecasts.check(drafters)
+        round_costs.check(drafters)
     pair, compiled = load_decoding(
         config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code
     )

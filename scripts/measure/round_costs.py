@@ -1,11 +1,25 @@
-"""The costs of rounds: which proposers have some, and at which sizes they are measured."""
+"""The costs of rounds, in this decoder and in llama.cpp, and what drafters bring there."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from draftsmith.decode import Proposer
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
-from draftsmith.scripts.measure.state import Measured, member_name
-from draftsmith.train.kinds.drafter import Pair
+from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
+from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
+from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs, kind_named
+from draftsmith.scripts.measure.predictions import predicted
+from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured, member_name
+from draftsmith.scripts.report.entries import Forecast
+from draftsmith.train.kinds.drafter import DrafterSpec, Pair
+from draftsmith.train.kinds.export import Served
+from draftsmith.train.kinds.hybrid import Hybrid
+from draftsmith.train.kinds.kind import DrafterKind
 
 
 def priced_proposers(pair: Pair) -> dict[str, Proposer]:
@@ -44,3 +58,72 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     text, compiled = torch.cat(measured.sequences(temperature)), bool(config.compiled)
     models = pair.target, priced_proposers(pair), lengths, text, samplers, sorted(sizes)
     return measure_costs(*models, mean, prompt, sorted(blocks), compiled=compiled)
+
+
+def forecasts(measured: Measured) -> list[Forecast]:
+    """Return the forecast of every drafter at every γ, temperature and number of slots.
+
+    Target and drafters are converted in the dtype of the measurement. Raise EngineFailure if a server fails.
+    """
+    return [forecast for table in _tables(measured) for forecast in _of_table(measured, table)]
+
+
+def check(specs: Sequence[DrafterSpec]) -> None:
+    """Raise InputError unless a llama-server is there, and loads these drafters."""
+    LlamaCpp.found().program("llama-server")
+    for kind, path in (part[1:] for spec in specs for part in _parts(spec)):
+        if not kind.copies and (path is None or kind.gguf is None):
+            raise InputError(f"costs: expected drafters that llama.cpp loads, found {kind.title}")
+
+
+def _parts(spec: DrafterSpec) -> list[tuple[int, DrafterKind, str | None]]:
+    """Return number, kind and path of a drafter, or of each that takes turns."""
+    kind = kind_named(spec.kind)
+    members = kind.members(spec) if isinstance(kind, Hybrid) else [(kind, spec)]
+    return [(index, kind, member.path) for index, (kind, member) in enumerate(members)]
+
+
+def _of_table(measured: Measured, table: CostTable) -> Iterator[Forecast]:
+    config, temperature = measured.config, table.temperature
+    for drafter in measured.pair.drafters:
+        # llama.cpp drafts the likeliest token.
+        verifier = GREEDY if (temperature, drafter.name, GREEDY) in measured.replays else PROBABILISTIC
+        replay = measured.replays[temperature, drafter.name, verifier]
+        for rows in config.batch_size:
+            setting = measured, table, drafter, replay, drafter.draft_lengths, rows
+            requests = predicted(*setting)
+            for k, speedup in predicted(*setting, with_prompts=False).items():
+                length, plain = replay.mean_acceptance_length[k], table.plain_seconds([1.0] * rows, 0)
+                if length.value and speedup.value:  # no text, no figure
+                    seconds = plain * length.value / speedup.value
+                    yield Forecast(drafter.name, k, temperature, rows, length, plain, seconds, speedup, requests[k])
+
+
+def _tables(measured: Measured) -> list[CostTable]:
+    config, engine = measured.config, LlamaCpp.found()
+    _, context = mean_lengths(measured)
+    text = torch.cat(measured.sequences(config.temperature[0])).cpu()
+    with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
+        target = engine.target_file(config.target, Path(scratch) / "target.gguf", TYPES[measured.pair.dtype])
+        costs = LlamaCosts(
+            engine, target, text, context, config.batch_size, config.temperature, config.max_new_tokens,
+            config.threads,
+        )  # fmt: skip
+        specs = drafter_specs(config.drafter)
+        if config.baseline_draft is not None:
+            specs.append(DrafterSpec(BASELINE, config.baseline_draft, STOCK))
+        served = [part for spec in specs for part in _served(measured, spec, Path(scratch))]
+        return costs.tables(dict(served))
+
+
+def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tuple[str, dict[int, Served]]]:
+    """Yield a drafter, or its members, by the name in a cost table, and by γ in llama-server; {} for copies."""
+    drafter = measured.drafter(str(spec.name))
+    last = sorted({drafter.lengths(k)[-1] for k in drafter.draft_lengths})
+    for index, kind, path in _parts(spec):
+        name = member_name(drafter, drafter.sources[index]) if drafter.sources else drafter.name
+        if path is None:
+            yield name, {}
+            continue
+        target, quantize = measured.config.target, TYPES[measured.pair.dtype]
+        yield name, served_at(path, kind, target, quantize, scratch / name.replace("/", "+"), last)

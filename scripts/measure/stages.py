@@ -15,9 +15,8 @@ from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import LLAMA_CPP
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.every_round import expected_texts
-from draftsmith.scripts.measure.forecasts import forecasts
 from draftsmith.scripts.measure.replays import replay_all
-from draftsmith.scripts.measure.round_costs import measured_costs, priced_proposers
+from draftsmith.scripts.measure.round_costs import forecasts, measured_costs, priced_proposers
 from draftsmith.scripts.measure.side_by_side import decode_side_by_side
 from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished

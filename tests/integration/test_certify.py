@@ -43,6 +43,10 @@ def files(tmp_path_factory, tokenizer, model):
     return root
 
 
+LOOKS = 4
+"""The requests that ask which engine a server is."""
+
+
 class Writer:
     """Writes texts as the target does, many of a prompt at a time."""
 
@@ -84,7 +88,9 @@ def writes(server, model):  # noqa: F811
         def answer(path, body, number):
             if path == "/metrics":
                 return 200, {}, METRICS.format(drafts=next(drafted)).encode()
-            return streamed(body, changed(writer(body), body, number))
+            if not path.endswith("completions"):
+                return 404, {}, b"none"
+            return streamed(body, changed(writer(body), body, number - LOOKS))
 
         server.answer = answer
         return server
@@ -94,7 +100,7 @@ def writes(server, model):  # noqa: F811
 
 def unmetered(answer):
     """A server without counters."""
-    return lambda path, body, number: (404, {}, b"none") if path == "/metrics" else answer(body, number)
+    return lambda path, body, number: answer(body, number - LOOKS) if "completions" in path else (404, {}, b"none")
 
 
 def certify(files, server, output, *more):  # noqa: F811

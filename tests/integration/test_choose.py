@@ -110,7 +110,7 @@ def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair
         return [CostTable(self.context, 0.0, forwards, {1: 0.0}, 1, {1: 1.0}, dict.fromkeys(drafters, free))]
 
     monkeypatch.setattr(Sweep, "growth", lambda *_: None)
-    monkeypatch.setattr(rounds.LlamaCpp, "found", lambda: SimpleNamespace(convert=lambda *words: None))
+    monkeypatch.setattr(rounds.LlamaCpp, "found", lambda: SimpleNamespace(target_file=lambda *words: "t.gguf"))
     monkeypatch.setattr(rounds, "served_at", lambda *given: dict.fromkeys(given[-1]))
     monkeypatch.setattr(rounds.LlamaCosts, "tables", tables)
     fields = {"candidates": {"it": BLOCK}, "temperature": "0", "server": "llama.cpp"}
