@@ -88,7 +88,9 @@ def _of_table(measured: Measured, table: CostTable) -> Iterator[Forecast]:
     for drafter in measured.pair.drafters:
         # llama.cpp drafts the likeliest token.
         verifier = GREEDY if (temperature, drafter.name, GREEDY) in measured.replays else PROBABILISTIC
-        replay = measured.replays[temperature, drafter.name, verifier]
+        replay = measured.replays.get((temperature, drafter.name, verifier))
+        if replay is None:  # its replay failed, which the report says
+            continue
         for rows in config.batch_size:
             setting = measured, table, drafter, replay, drafter.draft_lengths, rows
             requests = predicted(*setting)
@@ -119,6 +121,8 @@ def _tables(measured: Measured) -> list[CostTable]:
 def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tuple[str, dict[int, Served]]]:
     """Yield a drafter, or its members, by the name in a cost table, and by γ in llama-server; {} for copies."""
     drafter = measured.drafter(str(spec.name))
+    if drafter.has_one_length:
+        raise InputError(f"costs: expected chains, which llama.cpp drafts, found a tree of {drafter.name}")
     last = sorted({drafter.lengths(k)[-1] for k in drafter.draft_lengths})
     for index, kind, path in _parts(spec):
         name = member_name(drafter, drafter.sources[index]) if drafter.sources else drafter.name
