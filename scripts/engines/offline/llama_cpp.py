@@ -148,17 +148,10 @@ def server_words(target: str, speculative: Any) -> list[str]:
         words += ["--spec-type", speculative["method"]]
         length = str(speculative["num_speculative_tokens"])
         if speculative["method"] == COPIES:
-            return [
-                *words,
-                "--spec-ngram-mod-n-match",
-                "1",
-                "--spec-ngram-mod-n-min",
-                "1",
-                "--spec-ngram-mod-n-max",
-                length,
-            ]
+            sizes = f"--spec-ngram-mod-n-match 1 --spec-ngram-mod-n-min 1 --spec-ngram-mod-n-max {length}"
+            return words + sizes.split()
         words += ["--spec-draft-n-max", length]
-        if speculative["method"] in ("draft-eagle3", "draft-mtp"):  # wrong with several slots
+        if speculative["method"] != "draft-simple":  # wrong with several slots
             words += ["--no-spec-draft-backend-sampling"]
     return words
 
