@@ -7,9 +7,6 @@ a server is started with: a drafter and one γ.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import ceil
-
-from scipy.stats import norm
 
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, Interval
@@ -38,25 +35,6 @@ Demands = Mapping[str, Callable[[Run], Sequence[str]]]
 """Requirements on a run, by name: each function returns the reasons why a run does not meet it."""
 SPEEDUP, GAIN, TEXT = "speed-up above", "gain of τ over the stock draft", "lossless text"
 """The beginnings of demands on the speed and the gain, and the demand on the text."""
-MOST_PROMPTS = 100_000
-POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
-"""Factor from the prompts with which a 95 % interval just excludes zero to those that give a power of 80 %."""
-
-
-def more_prompts(difference: Estimate, prompts: int) -> int | None:
-    """Return how many more prompts would separate two drafters in four of five cases, if the difference is true.
-
-    An interval narrows with the square root of the prompts. 0 if the interval excludes zero already; None if the
-    drafters are equal, or more than `MOST_PROMPTS` would be needed.
-    """
-    value, bounds = difference.value, difference.ci95
-    if not value or bounds is None:
-        return None
-    if bounds[0] > 0 or bounds[1] < 0:
-        return 0
-    half = max(bounds[1] - value, value - bounds[0])
-    needed = ceil(prompts * POWER * (half / abs(value)) ** 2)
-    return max(1, needed - prompts) if needed <= MOST_PROMPTS else None
 
 
 def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparison]:
@@ -72,8 +50,7 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparis
             for k in draft_lengths:
                 if k in first.draft_lengths and k in second.draft_lengths:
                     length = intervals.ratio_difference(*first.tokens_and_rounds(k), *second.tokens_and_rounds(k))
-                    more = more_prompts(length, len(first.texts))
-                    compared.append(Comparison(temperature, verifier, k, name, other, length, alpha, more))
+                    compared.append(Comparison(temperature, verifier, k, name, other, length, alpha))
     return compared
 
 

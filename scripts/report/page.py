@@ -183,21 +183,17 @@ def _comparisons(report: Report) -> list[dict[str, Any]]:
 
 def _sentence(pair: Comparison) -> dict[str, Any]:
     """Describe which drafter is ahead, and by how much."""
-    names, length, alpha, more = (pair.proposer, pair.other), pair.mean_acceptance_length, pair.alpha, pair.more_prompts
+    names, length, alpha = (pair.proposer, pair.other), pair.mean_acceptance_length, pair.alpha
     if length.value is not None and length.value < 0:
         names, length, alpha = names[::-1], length.scaled(-1), alpha.scaled(-1)
-    if more == 0:
-        ending = "told apart"
-    elif more is None:
-        ending = "too few prompts to tell them apart" if length.ci95 is None else "too close to tell them apart"
-    else:
-        ending = f"{more:,} more {'prompt' if more == 1 else 'prompts'} to tell these apart"
+    told = length.ci95 is not None and length.ci95[0] > 0
+    close = "too few prompts to tell them apart" if length.ci95 is None else "too close to tell them apart"
     return {
         "ahead": names[0],
         "other": names[1],
         "length": length,
         "alpha": alpha,
         "draft_length": pair.draft_length,
-        "told": more == 0,
-        "ending": ending,
+        "told": told,
+        "ending": "told apart" if told else close,
     }

@@ -243,8 +243,6 @@ class Comparison(Entry):
     other: Name
     mean_acceptance_length: Estimate
     alpha: Estimate
-    more_prompts: Count | None
-    """The further prompts that would tell them apart; 0: already told apart; null: equal, or nearly equal."""
 
 
 @dataclass(frozen=True)

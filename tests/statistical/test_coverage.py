@@ -11,7 +11,6 @@ import pytest
 
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference, ratio_product
-from draftsmith.scripts.measure.verdict import more_prompts
 
 GAMMA, DATA_SETS, LEAST, MOST = 4, 200, 184, 196
 ROUND_SECONDS = 1.7
@@ -85,32 +84,3 @@ def test_tokens_that_are_taken_for_independent_hold_the_truth_too_seldom(truth):
         value = own["overlap"].sum() / tokens
         held += abs(value - alpha) <= 1.96 * (value * (1 - value) / tokens) ** 0.5
     assert held < 0.7 * DATA_SETS, held
-
-
-def test_as_many_more_prompts_as_are_asked_for_tell_drafters_apart():
-    """Draws from a pilot, whose difference is the truth then: in 80 % of them the interval excludes zero, in half
-    of them with half the prompts.
-
-    The pilot's interval is widened for its few prompts and skewed, and so asks for a few more: 60 % rather than 50 %.
-    Binomial(200, 0.6) falls outside of 45–75 % with a probability of 2e-5, Binomial(200, 0.85) below 75 % with 2e-4.
-    """
-    rng = np.random.default_rng(3)
-
-    def difference(p: Prompts) -> Estimate:
-        return ratio_difference(p["tokens"], p["rounds"], p["tokens"], p["level"])
-
-    pilot = prompts(rng, 30)
-    # A rival that is a little slower on the whole, though not on every prompt.
-    pilot["level"] = np.maximum(1, np.round(pilot["rounds"] * np.exp(rng.normal(0.04, 0.18, 30))))
-    found = difference(pilot)
-    more = more_prompts(found, 30)
-    assert found.ci95[0] < 0 < found.value and 30 < more < 600
-    shares = []
-    for count in ((30 + more) // 2, 30 + more):
-        apart = 0
-        for _ in range(DATA_SETS):
-            chosen = rng.integers(0, 30, count)
-            bounds = difference({name: column[chosen] for name, column in pilot.items()}).ci95
-            apart += bounds[0] > 0
-        shares.append(apart / DATA_SETS)
-    assert 0.45 < shares[0] < 0.75 < shares[1], shares

@@ -21,7 +21,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import Observation, same_length
 from draftsmith.scripts.measure.predictions import costs_entry, curve_of, nodes_of, predicted_speedup
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
-from draftsmith.scripts.measure.verdict import comparisons, judge_runs, more_prompts, partial
+from draftsmith.scripts.measure.verdict import comparisons, judge_runs, partial
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report.types import Failure, Gate, GatePart, ProposerEntry, Run, Speed
 from draftsmith.scripts.report.words import headline
@@ -359,28 +359,9 @@ def test_drafters_are_compared_two_by_two_where_both_were_replayed():
     assert own.mean_acceptance_length.value == pytest.approx(taus[0] - taus[1])
     alphas = [sum(map(sum, a[name])) / sum(map(len, a[name])) for name in ("draft", "stock")]
     assert own.alpha.value == pytest.approx(alphas[0] - alphas[1])
-    assert own.mean_acceptance_length.ci95[0] > 0 and own.more_prompts == 0
+    assert own.mean_acceptance_length.ci95[0] > 0
     equal = named[1.0, "draft", "stock", 4]
-    assert equal.mean_acceptance_length == Estimate(0.0, (0.0, 0.0), 6) and equal.more_prompts is None
-
-
-@pytest.mark.parametrize(
-    ("value", "bounds", "expected"),
-    [
-        (0.5, [0.1, 0.9], 0),
-        (-0.5, [-0.9, -0.1], 0),
-        (0.5, [-0.5, 1.5], 144),  # half of the interval is twice the difference: 2² · 2.04 times as many in all
-        (-0.5, [-1.5, 0.5], 144),
-        (0.5, [-0.7, 1.5], 216),  # its wider side counts: 2.4² · 2.04 · 20
-        (0.5, [0.0, 1.0], 21),
-        (0.0, [-1.0, 1.0], None),
-        (0.001, [-1.0, 1.0], None),  # 20 million
-        (0.5, None, None),
-        (None, None, None),
-    ],
-)
-def test_more_prompts(value, bounds, expected):
-    assert more_prompts(Estimate(value, bounds, 20), 20) == expected
+    assert equal.mean_acceptance_length == Estimate(0.0, (0.0, 0.0), 6)
 
 
 # Breaks and predictions

@@ -82,7 +82,7 @@ def rich() -> Report:
     settings = [(t, b) for t in (0.0, 0.8) for b in (1, 8)]
     runs = [run(n, k, t, b) for t, b in settings for n in DRAFTERS for k in lengths_of(n, DECODED)]
     curves = [curve(n, t) for t in (0.0, 0.8) for n in DRAFTERS] + [curve("draft", 0.8, "greedy")]
-    compared = [("draft", "stock", 0.28, 0), ("stock", "medusa", -0.03, 40)]
+    compared = [("draft", "stock", 0.28, est(0.11)), ("stock", "medusa", -0.03, NOTHING)]
     best = next(one for one in runs if one.key == ("draft", 4, 1, 0.0))
     seconds = {1: {1: 0.0098, 2: 0.0104, 5: 0.011}, 8: {1: 0.014, 2: 0.018, 5: 0.025}}
     drafters = {name: {1: 0.0011, 8: 0.0014} for name in DRAFTERS}
@@ -96,9 +96,9 @@ def rich() -> Report:
         runs=runs,
         curves=curves,
         comparisons=[
-            types.Comparison(0.0, "probabilistic", k, a, b, est(gain), est(0.11) if more == 0 else NOTHING, more)
+            types.Comparison(0.0, "probabilistic", k, a, b, est(gain), alpha)
             for k in (*DECODED, 16)
-            for a, b, gain, more in compared
+            for a, b, gain, alpha in compared
         ],
         costs=entries.Costs(256, seconds, drafters, drafters, []),
         gate=types.Gate(1.2, 0.1, 0.95),
@@ -216,7 +216,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
     assert full_page.count("<svg ") == 4 + 2 and len(set(page.ids)) == len(page.ids)
     for words in (
         "draft is ahead of stock by 0.28 [0.23, 0.33] τ, 0.11 [0.06, 0.16] α, at γ = 4; told apart.",
-        "medusa is ahead of stock by 0.03 [−0.02, 0.08] τ, at γ = 4; 40 more prompts to tell these apart.",
+        "medusa is ahead of stock by 0.03 [−0.02, 0.08] τ, at γ = 4; too close to tell them apart.",
         "differ from measured ones by 1.3 % in the median",
         "78 of 80 texts identical, 2 part at a near-tie",
         "code0● draft96900",
