@@ -13,7 +13,7 @@ from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure import predictions
 from draftsmith.scripts.measure.estimates import Observation, Observations, emitted_and_rounds, rows_of, same_length
 from draftsmith.scripts.measure.state import PROBABILISTIC, REPEATS, Measured, Method, Row
-from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_runs, partial
+from draftsmith.scripts.measure.verdict import candidates, comparisons, judge_forecasts, judge_runs, partial
 from draftsmith.scripts.report import types as report
 from draftsmith.scripts.report.entries import RunGroup
 from draftsmith.train.kinds.drafter import Drafter
@@ -132,6 +132,8 @@ def _verdict(measured: Measured, runs: Sequence[report.Run], require_test: bool 
     gains = {run.key: _gain(measured, run.temperature, Method(*run.key[:2]), level) for run in runs}
     if config.min_speedup is not None or config.min_gain is not None:
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
+    if measured.forecasts:
+        return judge_forecasts(measured.forecasts, gate)
     return judge_runs(runs, _observations(measured), gains, gate, config.confidence, require_test)
 
 

@@ -75,6 +75,8 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
         require(self, one_of((NONE, LLAMA_CPP)), "costs")
+        if self.min_gain is not None and self.costs == LLAMA_CPP:
+            raise InputError("min_gain: expected none with costs llama.cpp, whose forecasts are judged by speed alone")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
 

@@ -14,6 +14,7 @@ from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import Observation, Observations
 from draftsmith.scripts.measure.state import Method, Replays
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
+from draftsmith.scripts.report.entries import Forecast
 from draftsmith.scripts.report.types import (
     Comparison,
     Failure,
@@ -259,6 +260,49 @@ def judge_runs(
     gate, recommendation = judge(may_be_deployed, observations, demands, gate, confidence, say)
     how = _how_judged(may_be_deployed, recommendation, confidence, level)
     return gate, replace(recommendation, judged=how)
+
+
+def judge_forecasts(forecasts: Sequence[Forecast], gate: Gate | None) -> tuple[Gate | None, Recommendation]:
+    """Return the judged gate, if there is one, and the recommendation of forecasts for llama.cpp.
+
+    A drafter with one γ passes in a setting if the lower bound of its forecast is above `min_speedup` (1 if None). The
+    recommended one has the highest of its least bounds over all settings.
+    """
+    least = 1.0 if gate is None or gate.min_speedup is None else gate.min_speedup
+    by_setting: dict[Setting, dict[Configuration, Forecast]] = {}
+    for one in forecasts:
+        by_setting.setdefault((one.temperature, one.slots), {})[one.proposer, one.draft_length] = one
+
+    def bound(one: Forecast) -> tuple[float, float]:
+        return one.speedup.ci95[0] if one.speedup.ci95 else 0.0, one.speedup.value or 0.0
+
+    def verdict(one: Forecast) -> SettingVerdict:
+        go, times = bound(one)[0] > least, intervals.format_estimate(one.speedup, spread="interval")
+        reason = f"{one.proposer} with γ = {one.draft_length} is forecast to decode {times} times as fast as plain "
+        reason += f"decoding in llama.cpp (T = {one.temperature:g}, {one.slots} at once)"
+        why_not = f"a {SPEEDUP} {least:g} is not certain" if one.speedup.ci95 else "too few prompts for an interval"
+        reason += "." if go else f": {why_not}."
+        key = one.temperature, one.slots, go, reason, one.proposer, one.draft_length
+        return SettingVerdict(*key, one.speedup)
+
+    def everywhere(one: Forecast) -> list[Forecast]:
+        return [of.get((one.proposer, one.draft_length), one) for of in by_setting.values()]
+
+    verdicts = [verdict(max(of.values(), key=bound)) for of in by_setting.values()]
+    best = max(forecasts, key=lambda one: min(map(bound, everywhere(one))))
+    slowest, pays = verdict(min(everywhere(best), key=bound)), [verdict for verdict in verdicts if verdict.go]
+    reason = f"Deploy where it pays. {pays[0].reason}" if pays else f"Don't deploy: {slowest.reason}"
+    if gate is not None:
+        parts, failures = [GatePart(f"{SPEEDUP} {least:g}", slowest.go)], [] if slowest.go else [slowest.reason]
+        gate = replace(gate, passed=slowest.go, failures=failures, parts=parts)
+    return gate, Recommendation(
+        slowest.go,
+        slowest.reason if slowest.go else reason,
+        *slowest.key,
+        predicted_speedup=slowest.speedup,
+        judged=f"By replay and llama-server's clock: the highest lower bound of {len(forecasts)} forecasts.",
+        settings=verdicts,
+    )
 
 
 def _how_judged(runs: Sequence[Run], recommendation: Recommendation, confidence: float, level: float) -> str:

@@ -79,8 +79,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 def _forecasts(forecasts: Sequence[Forecast]) -> Table:
     columns = ["T", "slots", "drafter", "γ", "τ", "round, ms", "tokens", "speed-up", "requests"]
-    caption = "Rounds by llama-server's clock, τ by replay. tokens: a round in those of plain decoding's\n"
-    caption += "time. requests: the speed-up with prompts."
+    caption = "Rounds by llama-server's clock, τ by replay. tokens: a round, in\n"
+    caption += "tokens of plain decoding. requests: the speed-up with prompts."
     table = figures_table(columns, "drafter", "Forecast for llama.cpp", caption)
     for one in forecasts:
         price = one.round_seconds * 1000, one.round_seconds / one.plain_seconds

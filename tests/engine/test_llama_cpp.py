@@ -192,6 +192,9 @@ def test_measure_forecasts_what_drafters_bring_there(tmp_path):
     found = parse_json((tmp_path / "r" / "report.json").read_text())
     curves = {curve["proposer"]["name"]: curve["mean_acceptance_length"] for curve in found["curves"]}
     assert found["costs"] is None and not found["failures"] and len(found["forecasts"]) == 2
+    best = max(found["forecasts"], key=lambda one: one["speedup"]["value"])  # four prompts have no interval
+    assert found["recommendation"]["reason"].endswith("too few prompts for an interval.")
+    assert found["recommendation"]["proposer"] == best["proposer"]
     for one in found["forecasts"]:
         assert one["mean_acceptance_length"] == curves[one["proposer"]]["3"]
         assert one["round_seconds"] > one["plain_seconds"] / 2

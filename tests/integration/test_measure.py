@@ -591,6 +591,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--drafter", "prompt_lookup:4-3"], "drafter: "),
         (["--confidence", "95"], "confidence: "),
         (["--min-gain", "0.1"], "min_gain: "),
+        (["--min-gain", "0.1", "--baseline-draft", "D", "--costs", "llama.cpp"], "min_gain: expected none with costs"),
         (["--config", '{"lossless_tokens": 10}'], "lossless_tokens: "),
         (["--draft", json.dumps(2 * [str(root / "draft")])], "drafter: expected each draft once, found "),
         (["--medusa", str(strangers)], "medusa: expected heads with the target's hidden_size 32, found 8"),
