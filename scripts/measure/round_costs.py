@@ -126,8 +126,8 @@ def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tu
     last = sorted({drafter.lengths(k)[-1] for k in drafter.draft_lengths})
     for index, kind, path in _parts(spec):
         name = member_name(drafter, drafter.sources[index]) if drafter.sources else drafter.name
-        if path is None:
+        if kind.copies:
             yield name, {}
             continue
         target, quantize = measured.config.target, TYPES[measured.pair.dtype]
-        yield name, served_at(path, kind, target, quantize, scratch / name.replace("/", "+"), last)
+        yield name, served_at(str(path), kind, target, quantize, scratch / name.replace("/", "+"), last)

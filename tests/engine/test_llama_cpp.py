@@ -180,7 +180,13 @@ def test_measure_forecasts_what_drafters_bring_there(tmp_path):
     """By the clock of real servers: a round costs more than a token, and τ is replay's."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
     config = "{lossless_tokens: 0, replay_limit: 4, limit: 2, max_new_tokens: 24, draft_length: 3}"
-    argv = ["measure", f"--target={TARGET}", f"--drafter={DRAFT}", "--drafter=prompt_lookup", f"--config={config}"]
+    argv = [
+        "measure",
+        f"--target={TARGET}",
+        f"--drafter={DRAFT}",
+        "--drafter=prompt_lookup:simple-2",
+        f"--config={config}",
+    ]
     argv += [
         "--threads=1",
         "--costs=llama.cpp",
