@@ -22,9 +22,9 @@ from draftsmith.scripts.report.types import Setting
 
 @dataclass(frozen=True)
 class TextSteps:
-    """Steps that verified a draft, in one or several texts."""
+    """Steps of the target after the prompt's, in one or several texts."""
 
-    drafts: float = 0
+    steps: float = 0
     emitted: float = 0
     accepted: float = 0
     tried: float = 0
@@ -32,7 +32,7 @@ class TextSteps:
 
     def __add__(self, other: "TextSteps") -> "TextSteps":
         return TextSteps(
-            self.drafts + other.drafts,
+            self.steps + other.steps,
             self.emitted + other.emitted,
             self.accepted + other.accepted,
             self.tried + other.tried,
@@ -55,7 +55,7 @@ class Acceptance:
 
     def mean_acceptance_length(self, prompts: Set[int] | None = None) -> Estimate:
         """Estimate τ, emitted tokens ÷ steps, over all prompts or some, with its interval over prompts."""
-        return self._estimate("emitted", "drafts", None, prompts)
+        return self._estimate("emitted", "steps", None, prompts)
 
     def alpha(self, confidence: float | None = None) -> Estimate:
         """Estimate α, accepted ÷ tried positions, with its 95 % interval, or one of another level.
@@ -95,8 +95,8 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     if drafts and not drafted and gamma is not None:  # SGLang's counter has steps alone
         total = replace(total, num_draft_tokens=gamma * drafts, num_accepted_tokens=max(emitted - drafts, 0))
     found = Acceptance("answers" if alone else "counters", total, gamma, engine.tree)
-    # A step that verifies a draft emits a token at least, and with its own token γ + 1 at most.
-    most = float("inf") if gamma is None or engine.tree else (gamma + 1) * drafts
+    # A step emits a token at least, and with its own token γ + 1 at most; llama.cpp's copies also have steps without.
+    most = float("inf") if gamma is None or engine.tree or engine.kind == "llama.cpp" else (gamma + 1) * drafts
     if not drafts <= emitted <= most or not (alone or written_by_us(blocks)):
         return found
     steps = _steps(total, emitted, found)
@@ -128,7 +128,9 @@ def _steps(counts: ServerCounts, emitted: int, of: Acceptance) -> TextSteps:
     drafts, per_pos, gamma = counts.num_drafts, counts.num_accepted_tokens_per_pos, of.draft_length
     chains = not of.tree and gamma is not None and counts.num_draft_tokens == gamma * drafts
     tried = drafts + sum(per_pos[: gamma - 1]) if chains and per_pos and gamma is not None else 0
-    return TextSteps(drafts, emitted, counts.num_accepted_tokens, tried)
+    # Each step emits a token of the target's; one without a draft, as copies have, is in no counter.
+    steps = max(drafts, emitted - counts.num_accepted_tokens) if drafts else 0
+    return TextSteps(steps, emitted, counts.num_accepted_tokens, tried)
 
 
 def _in_steps(block: ServerTurn) -> bool:

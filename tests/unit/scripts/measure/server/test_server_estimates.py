@@ -94,6 +94,11 @@ def test_drafts_of_several_lengths_have_no_alpha():
     found = acceptance(observed({ONE: {"server": [block(records)]}}), ONE)
     assert found.source == "answers" and found.alpha().value is None
     assert found.mean_acceptance_length().value == 1.6
+    # Twenty-four steps of each text had nothing to copy, and are no drafts; each step emits a token of the target.
+    for drafted, kind in ((17, "vllm"), (16, "llama.cpp")):
+        records = [record(i, 1.0, [1, 40], counts=ServerCounts(4, drafted, 12, ())) for i in range(6)]
+        found = acceptance(observed({ONE: {"server": [block(records)]}}, kind=kind), ONE)
+        assert found.mean_acceptance_length().value == 40 / 28
 
 
 def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
