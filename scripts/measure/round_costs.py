@@ -72,8 +72,8 @@ def check(specs: Sequence[DrafterSpec]) -> None:
     """Raise InputError unless a llama-server is there, and loads these drafters."""
     LlamaCpp.found().program("llama-server")
     for kind, path in (part[1:] for spec in specs for part in _parts(spec)):
-        if not kind.copies and (path is None or kind.gguf is None):
-            raise InputError(f"costs: expected drafters that llama.cpp loads, found {kind.title}")
+        if not str(path).startswith("simple-") if kind.copies else path is None or kind.gguf is None:
+            raise InputError(f"costs: expected drafters of llama.cpp's, as prompt_lookup:simple-N, found {kind.title}")
 
 
 def _parts(spec: DrafterSpec) -> list[tuple[int, DrafterKind, str | None]]:

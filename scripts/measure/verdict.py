@@ -282,16 +282,16 @@ def judge_forecasts(forecasts: Sequence[Forecast], gate: Gate | None) -> tuple[G
         reason += f"decoding in llama.cpp (T = {one.temperature:g}, {one.slots} at once)"
         why_not = f"a {SPEEDUP} {least:g} is not certain" if one.speedup.ci95 else "too few prompts for an interval"
         reason += "." if go else f": {why_not}."
-        key = one.temperature, one.slots, go, reason, one.proposer, one.draft_length
-        return SettingVerdict(*key, one.speedup)
+        return SettingVerdict(one.temperature, one.slots, go, reason, one.proposer, one.draft_length, one.speedup)
 
     def everywhere(one: Forecast) -> list[Forecast]:
-        return [of.get((one.proposer, one.draft_length), one) for of in by_setting.values()]
+        return [of[key] for of in by_setting.values() if (key := (one.proposer, one.draft_length)) in of]
 
     verdicts = [verdict(max(of.values(), key=bound)) for of in by_setting.values()]
-    best = max(forecasts, key=lambda one: min(map(bound, everywhere(one))))
-    slowest, pays = verdict(min(everywhere(best), key=bound)), [verdict for verdict in verdicts if verdict.go]
-    reason = f"Deploy where it pays. {pays[0].reason}" if pays else f"Don't deploy: {slowest.reason}"
+    best = max(forecasts, key=lambda one: (len(everywhere(one)), min(map(bound, everywhere(one)))))
+    slowest = verdict(min(everywhere(best), key=bound))
+    pays = " ".join(verdict.reason for verdict in verdicts if verdict.go and gate is None)
+    reason = f"Deploy where it pays. {pays}" if pays else f"Don't deploy: {slowest.reason}"
     if gate is not None:
         parts, failures = [GatePart(f"{SPEEDUP} {least:g}", slowest.go)], [] if slowest.go else [slowest.reason]
         gate = replace(gate, passed=slowest.go, failures=failures, parts=parts)
@@ -300,7 +300,7 @@ def judge_forecasts(forecasts: Sequence[Forecast], gate: Gate | None) -> tuple[G
         slowest.reason if slowest.go else reason,
         *slowest.key,
         predicted_speedup=slowest.speedup,
-        judged=f"By replay and llama-server's clock: the highest lower bound of {len(forecasts)} forecasts.",
+        judged=f"The highest lower bound of {len(forecasts)} forecasts, each at 95% and over prompts alone.",
         settings=verdicts,
     )
 

@@ -131,7 +131,8 @@ def _opening(report: Report) -> Opening:
     if report.verdict == "GO IN PART":
         verdict = next(verdict for verdict in chosen.settings if verdict.go)
         best = next(run for run in report.runs if run.key == verdict.key)
-        return Opening("A setting that pays", best, best.predicted_speedup, verdict.speedup)
+        speedups = (verdict.speedup, None) if report.forecasts else (best.predicted_speedup, verdict.speedup)
+        return Opening("A setting that pays", best, *speedups)
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.key == chosen.key), None)
         title = "Recommended setting" if chosen.go else "Best setting"

@@ -278,7 +278,7 @@ class SettingVerdict(Entry):
     proposer: Name | None = None
     draft_length: Count | None = None
     speedup: Estimate | None = None
-    """The speed-up as in `Recommendation.measured_speedup`."""
+    """The speed-up as in `Recommendation.measured_speedup`, or with `--costs llama.cpp` its forecast."""
     departs: bool = False
     """True if the text of the best run is not the target's."""
 

@@ -194,6 +194,7 @@ def test_measure_forecasts_what_drafters_bring_there(tmp_path):
         f"--prompts={prompts}",
         f"--output={tmp_path / 'r'}",
     ]
+    assert cli.main([*argv, "--drafter=suffix"]) == 2  # llama.cpp has no such copies
     cli.main(argv)
     found = parse_json((tmp_path / "r" / "report.json").read_text())
     curves = {curve["proposer"]["name"]: curve["mean_acceptance_length"] for curve in found["curves"]}

@@ -1,8 +1,8 @@
 """Estimates from servers' counts and answer times, with intervals over prompts.
 
 One rule of counting holds (`draftsmith.decode.measurement.server_counts`): the prompt's step emits a token and drafts
-nothing, and each later step verifies a draft. So τ is the texts' tokens after their first ones ÷ the steps. α is
-accepted ÷ tried positions, as the server counts them: also those past the end of a text.
+nothing, and each later step verifies a draft, or has found none. So τ is the texts' tokens after their first ones ÷
+the steps. α is accepted ÷ tried positions, as the server counts them: also those past the end of a text.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -95,9 +95,8 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     if drafts and not drafted and gamma is not None:  # SGLang's counter has steps alone
         total = replace(total, num_draft_tokens=gamma * drafts, num_accepted_tokens=max(emitted - drafts, 0))
     found = Acceptance("answers" if alone else "counters", total, gamma, engine.tree)
-    # A step emits a token at least, and with its own token γ + 1 at most; llama.cpp's copies also have steps without.
-    most = float("inf") if gamma is None or engine.tree or engine.kind == "llama.cpp" else (gamma + 1) * drafts
-    if not drafts <= emitted <= most or not (alone or written_by_us(blocks)):
+    # A step that verifies a draft emits a token at least.
+    if drafts > emitted or not (alone or written_by_us(blocks)):
         return found
     steps = _steps(total, emitted, found)
     found = replace(found, steps=steps)
@@ -129,7 +128,7 @@ def _steps(counts: ServerCounts, emitted: int, of: Acceptance) -> TextSteps:
     chains = not of.tree and gamma is not None and counts.num_draft_tokens == gamma * drafts
     tried = drafts + sum(per_pos[: gamma - 1]) if chains and per_pos and gamma is not None else 0
     # Each step emits a token of the target's; one without a draft, as copies have, is in no counter.
-    steps = max(drafts, emitted - counts.num_accepted_tokens) if drafts else 0
+    steps = max(drafts, emitted - counts.num_accepted_tokens) if of.total.num_drafts else 0
     return TextSteps(steps, emitted, counts.num_accepted_tokens, tried)
 
 

@@ -383,7 +383,7 @@ def forecast(name: str, temperature: float, low: float, k: int = 3) -> Forecast:
             "Deploy where it pays. copies",
         ),
         ({"copies": (0.9, 0.9), "draft": (0.8, 0.7)}, None, "NO-GO", [False, False], "Don't deploy: copies with γ = 3"),
-        ({"copies": (1.3, 1.1)}, 1.2, "NO-GO", [True, False], "Deploy where it pays. copies"),
+        ({"copies": (1.3, 1.1)}, 1.2, "NO-GO", [True, False], "Don't deploy: copies with"),
     ],
 )
 def test_forecasts_for_llama_cpp_are_judged_by_their_lower_bounds(lows, least, word, go, says):
