@@ -134,7 +134,7 @@ class Checks:
         line = f"{served.name}, γ = {served.draft_length}: {_words(counts)}"
         if not expected.same_as(counts):
             departure = abs(counts.num_accepted_tokens - expected.num_accepted_tokens)
-            mtp = served.speculative["method"] == "draft-mtp"  # llama.cpp's layers begin a token earlier
+            mtp = served.speculative.get("method") == "draft-mtp"  # llama.cpp's layers begin a token earlier
             if (mtp or self.engine.tie is not None) and departure <= NEAR * expected.num_accepted_tokens:
                 cause = "the state before a text's first token turns" if mtp else "features of rounded products turn"
                 return f"{line}; replay says {_words(expected)}: {cause} some drafts"
