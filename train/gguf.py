@@ -31,8 +31,8 @@ LLAMA3 |= {"original_max_position_embeddings": 8192}
 FACTORS = "rope_freqs.weight"
 FLOATS = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}
 """The dtypes of files that hold no blocks, by their number in llama.cpp."""
-IN_BLOCKS = 0.25
-"""The margin of two logits that llama.cpp may turn where it multiplies blocks by rounded numbers; 0.034 was seen."""
+IN_BLOCKS = 0.5
+"""The margin of two logits that llama.cpp may turn where it multiplies blocks by rounded numbers; 0.39 was seen."""
 SPLITS = {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "gpt2", "default"}
 """Names of how a tokenizer of bytes splits words that the library knows; it splits by all others as GPT-2 does."""
 
