@@ -68,7 +68,7 @@ def verify(
     common |= {"max_num_seqs": engine.batch, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
     jobs = [Job(target, speculative=None, **common)]
     jobs += [Job(form.target or target, speculative=dict(form.speculative), **common) for form in served]
-    with phase(f"{engine.name} decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
+    with phase(f"{engine.name} decodes {len(prompts)} prompts, plainly and with the drafter"):
         run = engine.run(jobs)
     name, (plain, *answers) = f"{engine.name} {run.version}", run.answers
     if isinstance(plain, EngineFailure):
