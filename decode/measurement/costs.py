@@ -116,7 +116,7 @@ class CostTable:
         return max(measured + max(0.0, slope) * (tokens - self.prompt), 0.0)
 
     def speculative_seconds(
-        self, name: str, rounds: Sequence[float], draft_length: int, nodes: float | None, prompt: int
+        self, name: str, rounds: Sequence[float], draft_length: int, nodes: int | None, prompt: int
     ) -> float:
         """Return the seconds of a batch whose rows take these numbers of rounds.
 

@@ -42,13 +42,13 @@ class RoundCosts:
         """Return d(γ)."""
         return self.draft_start + draft_length * self.draft_step
 
-    def round_seconds(self, draft_length: int, nodes: float | None = None) -> float:
-        """Return d(γ) + t(γ + 1) + o; `nodes` replaces γ as the number of verified tokens of trees and n-grams."""
+    def round_seconds(self, draft_length: int, nodes: int | None = None) -> float:
+        """Return d(γ) + t(γ + 1) + o; `nodes` replaces γ as the number of verified tokens of trees."""
         block = 1 + (draft_length if nodes is None else nodes)
         seconds = self.drafting(draft_length) + self.verification(block) + self.overhead
         return max(seconds, self.target[1])  # a round is no faster than a forward, even if noise makes o negative
 
-    def speedup(self, acceptance_length: float, draft_length: int, nodes: float | None = None) -> float:
+    def speedup(self, acceptance_length: float, draft_length: int, nodes: int | None = None) -> float:
         """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding with its overhead; 1 for γ = 0."""
         if draft_length == 0:
             return 1.0

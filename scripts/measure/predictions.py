@@ -14,7 +14,7 @@ import numpy as np
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.measurement.replay import Replay
-from draftsmith.decode.planning.costs import stack_sizes, text_seconds
+from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.scripts.engines.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.scripts.measure.replays import groups_of
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
@@ -72,34 +72,23 @@ def predicted(
 def _replayed_seconds(
     table: CostTable, drafter: Drafter, replay: Replay, indices: Sequence[int], draft_length: int, prompt: int
 ) -> float:
-    """Return the seconds that the replayed rounds of texts decoded together take.
-
-    Where drafters take turns, each round costs what the drafter of that round costs.
-    """
+    """Return the seconds that the replayed rounds of texts decoded together take."""
     texts = [replay.texts[index] for index in indices]
-    if drafter.members:
-        names, sizes = _members(drafter), [text.sizes[draft_length] for text in texts]
+    if names := _priced_by_size(drafter):
+        sizes = [text.sizes[draft_length] for text in texts]
         return table.taking_turns_seconds(names, sizes, drafter.lengths(draft_length), prompt)
-    nodes = nodes_of(drafter, replay, draft_length, len(texts))
     rounds = [text.counts[draft_length].num_drafts for text in texts]
-    return table.speculative_seconds(drafter.name, rounds, draft_length, nodes, prompt)
+    return table.speculative_seconds(drafter.name, rounds, draft_length, drafter.nodes, prompt)
 
 
-def _members(drafter: Drafter) -> list[str]:
-    return [member_name(drafter, source) for source in drafter.members]
+def _priced_by_size(drafter: Drafter) -> list[str]:
+    """Return the names in a cost table of drafters whose rounds each cost what is drafted, by whom; [] if all cost one.
 
-
-def nodes_of(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
-    """Return the drafted tokens that a round verifies, if they are not γ.
-
-    Prompt lookup drafts as much as it finds, and rows that are verified together all take the room of the one that
-    found most: the expectation of that, E[max] = Σ_i 1 − P(fewer than i)^B.
+    Copies are as long as the text allows. Forwards are not linear in their tokens, so a mean length has no price.
     """
-    if not drafter.family.drafts_less or replay is None:
-        return drafter.nodes
-    sizes_K = stack_sizes([text.sizes[draft_length] for text in replay.texts], max(1, len(drafter.sources))).sum((0, 1))
-    fewer_K = sizes_K.cumsum()[:-1] / (sizes_K.sum() or 1.0)  # in a group of tokens perhaps no round starts
-    return float((1 - fewer_K**rows).sum())
+    if drafter.members:
+        return [member_name(drafter, source) for source in drafter.members]
+    return [drafter.name] if drafter.family.drafts_less else []
 
 
 def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifier, replay: Replay) -> Curve:
@@ -194,12 +183,11 @@ def _of_drafter(drafter: Drafter, replays: Mapping[float, tuple[CostTable, Repla
 def _token_seconds(drafter: Drafter, table: CostTable, replay: Replay, draft_length: int, rows: int) -> float:
     """Return the seconds per token of a text without its prompt, `rows` texts at a time."""
     tokens, rounds = (sum(column) for column in replay.tokens_and_rounds(draft_length))
-    if drafter.members:
-        costs = [table.at(name, rows) for name in _members(drafter)]
+    if names := _priced_by_size(drafter):
+        costs = [table.at(name, rows) for name in names]
         sizes = [text.sizes[draft_length] for text in replay.texts]
         return sum(text_seconds(costs, sizes, drafter.lengths(draft_length), rows)) / tokens
-    nodes = nodes_of(drafter, replay, draft_length, rows)
-    return table.at(drafter.name, rows).round_seconds(draft_length, nodes) * rounds / tokens
+    return table.at(drafter.name, rows).round_seconds(draft_length, drafter.nodes) * rounds / tokens
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -28,7 +28,6 @@ def test_a_round_verifies_the_nodes_of_a_tree_in_place_of_a_chain():
     costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, draft_start=0.2, plain_overhead=0.25)
     assert costs.round_seconds(2) == pytest.approx(0.2 + 2 * 0.1 + 2.0 + 0.5)
     assert costs.round_seconds(2, nodes=6) == pytest.approx(0.2 + 2 * 0.1 + 3.0 + 0.5)
-    assert costs.round_seconds(2, nodes=0.5) == pytest.approx(0.2 + 2 * 0.1 + 1.25 + 0.5)  # on the mean, n-grams
     # Plain decoding pays for its own loop.
     assert costs.speedup(2.5, 2) == pytest.approx(2.5 * 1.25 / 2.9)
     assert costs.speedup(2.5, 2, nodes=6) == pytest.approx(2.5 * 1.25 / 3.9)

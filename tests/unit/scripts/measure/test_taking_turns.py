@@ -15,7 +15,7 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.engines.draft_lengths import ranges
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup, sizes_up_to
+from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted, predicted_speedup, sizes_up_to
 from draftsmith.scripts.measure.round_costs import priced_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange
@@ -64,18 +64,18 @@ def target():
     return tiny_llama(0)
 
 
-def measured(target, tokenizer, rows: int = 1, drafter: Drafter | None = None) -> Measured:
+def measured(target, tokenizer, rows=1, drafter: Drafter | None = None, sizes=SIZES, table=TABLE) -> Measured:
     drafter = drafter or hybrid(DraftModelProposer(target))
     groups = [
         Group([Row(i, [0] * TOKENS[i], Counts(num_drafts=2)) for i in range(at, min(at + rows, len(TOKENS)))], 1.0)
         for at in range(0, len(TOKENS), rows)
     ]
     config = MeasureConfig("target", "prompts.jsonl", "out", ["prompt_lookup"])
-    replay = Replay([text(*each) for each in zip(TOKENS, SIZES, strict=True)])
+    replay = Replay([text(*each) for each in zip(TOKENS, sizes, strict=True)])
     return Measured(
         config, Pair(target, tokenizer, "float32", [drafter]),
         [Prompt(str(i), "", None, None) for i in range(3)], [[1, 2]] * 3, {0.0: [[0] * n for n in TOKENS]},
-        {(0.0, rows, Method()): groups}, {(0.0, "hybrid", PROBABILISTIC): replay}, [TABLE], {}, [],
+        {(0.0, rows, Method()): groups}, {(0.0, drafter.name, PROBABILISTIC): replay}, [table], {}, [],
     )  # fmt: skip
 
 
@@ -116,6 +116,29 @@ def test_rows_that_are_decoded_together_wait_for_the_latest_and_the_largest(targ
     # A run's rows are those of its batches, and one row stays when the other ends.
     groups = own.observations[0.0, 2, Method()]
     assert predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups).value > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_round_of_n_grams_costs_what_it_verifies(target, tokenizer, rows):
+    """The mean draft has not the mean price: here two tokens cost nearly as much as five."""
+    table = replace(
+        TABLE,
+        target_seconds={1: {1: 1.0, 2: 1.7, 5: 1.8}, 2: {1: 1.2, 2: 2.6, 5: 2.8}},
+        drafters={"lookup": TABLE.drafters["hybrid/lookup"]},
+    )
+    sizes = [np.array([[n, 0.0, 0.0, 0.0, m]]) for n, m in ((3, 3), (4, 1), (5, 0))]  # nothing found, four tokens found
+    lookup = Drafter("lookup", "prompt_lookup", kind_named("prompt_lookup"), None, PromptLookupProposer())
+    own = measured(target, tokenizer, rows, lookup, sizes, table)
+    found = predicted(own, table, lookup, own.replays[0.0, "lookup", PROBABILISTIC], [GAMMA], rows, with_prompts=False)
+    none, four = 1.0 + 0.11, 1.8 + 0.11
+    seconds, plain, alike = 12 * none + 4 * four, 28 * 1.1, 28 * 1.1 / (12 * none + 4 * four)
+    if rows == 2:
+        # Of eleven rounds of the first two texts seven draft nothing; both do in 7² of 11² pairs. One row is left over.
+        seconds = 5 * ((7 / 11) ** 2 * 1.2 + (1 - (7 / 11) ** 2) * 2.8 + 0.22) + (7 / 11) * none + (4 / 11) * four
+        plain = 7 * 1.4 + 5 * 1.1
+        alike = 28 * 1.4 / (16 * ((3 / 4) ** 2 * 1.2 + (1 - (3 / 4) ** 2) * 2.8 + 0.22))
+    assert gain(own, rows) == pytest.approx(alike)
+    assert found[GAMMA].value == pytest.approx(plain / seconds)
 
 
 def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tokenizer):

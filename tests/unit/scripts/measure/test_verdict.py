@@ -1,7 +1,6 @@
 """What to do with the figures: verdict, comparisons, breaks and predictions, on figures that are made by hand."""
 
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +18,7 @@ from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import Observation, same_length
-from draftsmith.scripts.measure.predictions import costs_entry, curve_of, nodes_of, predicted_speedup
+from draftsmith.scripts.measure.predictions import costs_entry, curve_of, predicted_speedup
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import comparisons, judge_forecasts, judge_runs, partial
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
@@ -462,17 +461,5 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
         measured(tokenizer, texts, {}), 0.0, own.drafter("draft"), 4, [Group([row], 1.0)], [Group([row], 1.0)]
     )
     assert decoded.value == pytest.approx((2.0 + 4 * 1.1) / (2.0 + 0.3 + 0.5 + 2 * (0.5 + 1.8)))
-    # n-grams verify what they find.
-    lookup = curve_of(own, 0.0, "lookup", PROBABILISTIC, replay)
-    nodes = nodes_of(own.drafter("lookup"), replay, 4, rows)
-    shares = np.sum([text.sizes[4].sum(0) for text in replay.texts], axis=0) / sum(
-        t.sizes[4].sum() for t in replay.texts
-    )
-    most = ((max(sizes), np.prod(shares[list(sizes)])) for sizes in product(range(len(shares)), repeat=rows))
-    assert nodes == pytest.approx(sum(size * share for size, share in most))
-    prompts, rounds = 2.0 + 0.01, [text.counts[4].num_drafts for text in replay.texts]
-    if rows == 1:
-        seconds = 4 * (prompts + 0.1) + (sum(rounds) - 4) * (0.11 + 1.0 + nodes * 0.2)
-        assert 0 < nodes < 4 and lookup.predicted_speedup[1][4].value == pytest.approx(sum(plain) / seconds)
     bare = measured(tokenizer, texts, {"draft": a}, tables=())
     assert predicted_speedup(bare, 0.0, own.drafter("draft"), 4, groups, groups) is None and costs_entry(bare) is None
