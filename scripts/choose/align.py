@@ -19,7 +19,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import parse_json
 from draftsmith.scripts import cli
 from draftsmith.scripts.choose.command import BEST_OF_EPOCHS, FREE, begin, choose, split_prompts
-from draftsmith.scripts.choose.config import COPIES, NONE, AlignConfig, ChooseConfig
+from draftsmith.scripts.choose.config import NONE, AlignConfig, ChooseConfig
 from draftsmith.scripts.choose.sweep import candidates_of, own_fields
 from draftsmith.scripts.engines.draft_lengths import drafter_entry
 from draftsmith.scripts.kinds import kind_of, recipes
@@ -84,7 +84,7 @@ def _chosen(config: AlignConfig, output: Path, prompts: Path, stages: Stages) ->
             stages.run(f"winner-{number}-{command[0]}", [*command, *stop])
     standing = next(standing for standing in choice.standings if standing.name == choice.winner)
     lengths = {outlook.way.draft_length for outlook in standing.outlooks}
-    directory = None if choice.winner in COPIES else str(output / "choice/winner")
+    directory = None if choice.winner in config.copies else str(output / "choice/winner")
     return TrainedDrafter(choice.winner, directory, sorted(lengths))
 
 

@@ -23,7 +23,7 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.progress import time_text
 from draftsmith.decode.validation import read
-from draftsmith.scripts.choose.config import COPIES, NONE, ChooseConfig
+from draftsmith.scripts.choose.config import LLAMA_CPP, NONE, ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Standing, close_to, outlook, outlooks, settings_text, verdict
 from draftsmith.scripts.choose.sweep import AMOUNTS, Sweep, candidates_of, commands_in_turns, own_fields, survivors
 from draftsmith.scripts.kinds import recipes
@@ -84,7 +84,7 @@ def choose(config: ChooseConfig) -> Choice:
             name = f"heldout-{temperature:g}"
             sweep.heldout[temperature] = sweep.answer(name, heldout, temperatures=temperature)
         sweep.more_text(min(FIRST, len(train) // 8))
-        for name in COPIES:
+        for name in config.copies:
             sweep.trials[name] = [sweep.trial(name)]
         return _halve(sweep)
 
@@ -178,6 +178,7 @@ def next_commands(sweep: Sweep, won: Standing) -> list[list[str]]:
         words = {"target": config.target, "prompts": output / f"prompts/heldout-{setting.temperature}.jsonl"}
         words |= {"drafter": won.drafter(setting, str(directory)), "draft_length": setting.way.draft_length}
         words |= {"temperature": setting.temperature, "batch_size": setting.rows, "output": output / name}
+        words |= {"costs": LLAMA_CPP} if config.server == LLAMA_CPP else {}
         commands.append(["measure", *flags_of(words | config.texts() | config.loading())])
     return commands
 

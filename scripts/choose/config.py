@@ -14,7 +14,6 @@ LLAMA_CPP = "llama.cpp"
 NONE = "none"
 """The winner if no drafter pays."""
 COPIES = ("suffix", "prompt_lookup")
-"""Untrained drafters that compete; the first is also the first member of every hybrid."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +70,11 @@ class ChooseConfig(SweepOptions):
     def loading(self) -> dict[str, Any]:
         """Return how measured models are loaded, as fields of other commands."""
         return nondefault_fields(self, ("dtype", "compiled", "threads"))
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The untrained drafters that compete; the first is also the first member of every hybrid."""
+        return COPIES if self.server != LLAMA_CPP else ("prompt_lookup:simple-2", "prompt_lookup:simple-4")
 
     @property
     def one_way(self) -> bool:

@@ -15,7 +15,7 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.learning_curve import LUCK, forecast
 from draftsmith.decode.measurement.turns import TOLERANCE
-from draftsmith.scripts.choose.config import COPIES, NONE
+from draftsmith.scripts.choose.config import NONE
 from draftsmith.scripts.choose.rounds import ReplayedRounds, Way
 from draftsmith.scripts.kinds import KINDS
 
@@ -136,9 +136,8 @@ class Standing:
             return self.name
         if outlook.way.last is None:
             return directory
-        if self.tree_alone:
-            return f"hybrid:{COPIES[0]}+{directory}"
-        return f"hybrid:{COPIES[0]}+{directory}@last={outlook.way.last}"
+        hybrid = f"hybrid:{self.trials[-1].replayed[outlook.temperature].copies}+{directory}"
+        return hybrid if self.tree_alone else f"{hybrid}@last={outlook.way.last}"
 
 
 def verdict(standings: Sequence[Standing]) -> tuple[str, str]:

@@ -51,10 +51,6 @@ class Way:
         """Return γ of each drafter, in drafting order."""
         return [self.draft_length] if self.last is None else [self.draft_length, self.last]
 
-    def names(self, candidate: str) -> list[str]:
-        """Return the drafters that it pays for, in drafting order."""
-        return [candidate] if self.last is None else [COPIES[0], candidate]
-
 
 @dataclass(frozen=True)
 class ReplayedRounds:
@@ -63,6 +59,7 @@ class ReplayedRounds:
     tokens: list[Count]  # of each text
     sizes: dict[str, dict[Size, list[list[list[Amount]]]]]
     """`Way.drafters` → γ → for each text its rounds by drafter and number of drafted tokens: `TextReplay.sizes`."""
+    copies: str = COPIES[0]  # the first member of its hybrids
 
     def ways(self) -> list[Way]:
         """Return all ways that were replayed."""
@@ -78,7 +75,8 @@ class ReplayedRounds:
 
     def seconds(self, way: Way, candidate: str, table: CostTable, rows: int) -> list[float]:
         """Return the predicted seconds of each text, without its prompt."""
-        costs = [table.at(name, rows) for name in way.names(candidate)]
+        drafters = [candidate] if way.last is None else [self.copies, candidate]
+        costs = [table.at(name, rows) for name in drafters]
         return text_seconds(costs, [np.array(sizes) for sizes in self._of(way)], way.lengths(), rows)
 
     def plain_seconds(self, candidate: str, table: CostTable, rows: int) -> list[float]:
@@ -98,17 +96,18 @@ def replay_candidates(
     `drafters` has directories, or kinds that need none, by name; `heldout` has directories of completions by
     temperature. Returns the rounds by name and temperature, the latter formatted as in JSON.
     """
-    code, named = config.trust_remote_code, {COPIES[0]: COPIES[0]} | dict(drafters)
+    code, copying = config.trust_remote_code, config.copies[0]
+    named = {copying: copying} | dict(drafters)
     greedy = config.server == LLAMA_CPP  # it drafts the likeliest token
     pair, chains = load_chains(config.target, named, max(config.draft_length), greedy=greedy, trust_remote_code=code)
-    copies = pair.proposers[COPIES[0]]
+    copies = pair.proposers[copying]
     candidates = [drafter for drafter in pair.drafters if drafter.name in drafters]
     ways: dict[tuple[str, str], Proposer] = {}
     lengths_of: dict[str, list[int]] = {}
     for drafter in candidates:
         chain, most = chains[drafter.name]
         lengths_of[drafter.name] = _lengths(config, drafter, chain, most)
-        if drafter.name in COPIES or config.one_way:
+        if drafter.name in config.copies or config.one_way:
             ways[drafter.name, ALONE] = chain
             continue
         # All hybrids share one replay of their members; one that never copies is the candidate alone.
@@ -126,7 +125,7 @@ def replay_candidates(
         )
         tokens = [len(sample["input_ids"]) - sample["prompt_length"] for sample in samples]
         for (name, drafters_of), replay in replays.items():
-            replayed_texts = results[name].setdefault(f"{temperature:g}", ReplayedRounds(tokens, {}))
+            replayed_texts = results[name].setdefault(f"{temperature:g}", ReplayedRounds(tokens, {}, copying))
             first = 1 if drafters_of == ALONE and isinstance(ways[name, drafters_of], HybridProposer) else 0
             replayed_texts.sizes[drafters_of] = {
                 k: [text.sizes[k][first:].tolist() for text in replay.texts]
@@ -205,12 +204,12 @@ def _in_llama_cpp(
     dtype = str(model.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     middle = [(len(sample["input_ids"]) + sample["prompt_length"]) / 2 for sample in samples]
     text = torch.tensor([token for sample in samples for token in sample["input_ids"]])
-    served = {key: dict[int, Served]() for key in (COPIES[0], *drafters)}
+    served = {key: dict[int, Served]() for key in (config.copies[0], *drafters)}
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
         engine, files = LlamaCpp.found(), Path(scratch)
         target = engine.target_file(config.target, files / "target.gguf", TYPES[dtype])
         for name, path in drafters.items():
-            if name in COPIES:
+            if name in config.copies:
                 continue
             kind, lengths = kind_of(path), {*config.draft_length, *LAST_LENGTHS}
             most = kind.most_drafted(read_config(Path(path))) or max(lengths)

@@ -74,7 +74,8 @@ def measured_report(measured: Measured) -> report.Report:
     stored = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     runs, observations = _runs(measured), _observations(measured)
     curves = [predictions.curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
-    count = max(len(own.texts or ()) for (_, _, method), own in observations.items() if method == Method())
+    plain = [own for (_, _, method), own in observations.items() if method == Method()]
+    count = max((len(own.texts or ()) for own in plain), default=len(measured.prompts))
     categories = {name: len(indices) for name, indices in measured.categories().items()}
     return build_report(
         runs,
@@ -97,7 +98,10 @@ def measured_report(measured: Measured) -> report.Report:
         ),
         prompts=report.Prompts(config.prompts, count, len(measured.prompts), categories),
         curves=curves,
-        comparisons=comparisons(measured.replays, sorted({run.draft_length for run in runs})),
+        comparisons=comparisons(
+            measured.replays,
+            sorted({run.draft_length for run in runs} | {one.draft_length for one in measured.forecasts}),
+        ),
         costs=predictions.costs_entry(measured),
         by_load=predictions.by_load(measured),
         forecasts=measured.forecasts,

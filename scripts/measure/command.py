@@ -12,6 +12,7 @@ from pathlib import Path
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
+from draftsmith.scripts.engines.offline.jobs import EngineFailure
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure import round_costs
 from draftsmith.scripts.measure.build import measured_report
@@ -55,16 +56,17 @@ def measure(config: MeasureConfig) -> Report:
     tokenizer, prompts, encoded = read_tokens(
         config.target, config, config.prompts, config.replay_limit or config.limit
     )
-    count = len(encoded[: config.limit])
+    forecast = config.costs == LLAMA_CPP
+    count = len(encoded if forecast else encoded[: config.limit])
     if max(config.batch_size) > count:
         raise InputError(
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
     drafters, unfinished, code = _drafters(config), Unfinished(config), config.trust_remote_code
-    if config.costs == LLAMA_CPP:
+    if forecast:
         round_costs.check(drafters)
     pair, compiled = load_decoding(
-        config.target, tokenizer, drafters, config.dtype, config.threads, config.compiled, code
+        config.target, tokenizer, drafters, config.dtype, config.threads, not forecast and config.compiled, code
     )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     config = replace(config, compiled=compiled)
@@ -123,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure drafters or a server, print the table and the verdict, and return the exit code.
 
     It is 0, or 3 if a gate did not pass, or nothing pays and a text is not the target's. If parts failed, it is 2 where
-    input or memory is to blame for all, else 1; 1 if a server failed.
+    input or memory is to blame for all, else 1; 1 if a server failed, llama.cpp's among them.
     """
     config = parse_config(measure_config(sys.argv[1:] if argv is None else argv), argv, prog="draftsmith measure")
     failure = None
     try:
         report = measure_server(config) if isinstance(config, MeasureServerConfig) else measure(config)
-    except ServerFailure as error:
+    except (ServerFailure, EngineFailure) as error:
         failure = str(error)
     else:
         print_report(report)

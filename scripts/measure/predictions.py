@@ -125,8 +125,7 @@ def _of_group(replay: Replay, lengths: Sequence[int]) -> CurveGroup:
 
 def costs_entry(measured: Measured) -> CostsEntry | None:
     """Return the report's costs: those at the first temperature, and all tables as measured."""
-    temperature, _ = measured.settings[0]
-    table = measured.costs(temperature)
+    table = measured.costs(measured.config.temperature[0])
     if table is None:
         return None
     # A cost file may have more drafters.

@@ -104,7 +104,7 @@ def _of_table(measured: Measured, table: CostTable) -> Iterator[Forecast]:
 def _tables(measured: Measured) -> list[CostTable]:
     config, engine = measured.config, LlamaCpp.found()
     _, context = mean_lengths(measured)
-    text = torch.cat(measured.sequences(config.temperature[0])).cpu()
+    text = torch.cat(measured.sequences(next(iter(measured.texts)))).cpu()
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
         target = engine.target_file(config.target, Path(scratch) / "target.gguf", TYPES[measured.pair.dtype])
         costs = LlamaCosts(

@@ -10,7 +10,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.progress import track
 from draftsmith.decode.validation import TokenId
-from draftsmith.scripts.kinds import NONE
 from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import LLAMA_CPP
 from draftsmith.scripts.measure.estimates import rows_of
@@ -30,18 +29,18 @@ REPLAYED_LENGTHS = 16
 
 def run_stages(measured: Measured, unfinished: Unfinished) -> None:
     """Do the unfinished work of a run; a stage that fails is recorded."""
-    for temperature in measured.config.temperature:
-        for rows in measured.config.batch_size:
+    config, decoding = measured.config, measured.config.costs != LLAMA_CPP
+    for temperature in config.temperature:
+        for rows in config.batch_size if decoding else ():
             groups = decode_side_by_side(measured, temperature, rows, unfinished)
             measured.observations |= {(temperature, rows, method): batches for method, batches in groups.items()}
         _complete(measured, temperature, unfinished)
         _replay(measured, temperature, unfinished)
-    if all(method == Method() for _, _, method in measured.observations):
+    if measured.replays and not decoding:  # this decoder's speed says nothing about llama.cpp's
+        measured.forecasts = forecasts(measured)
+    if not measured.forecasts and all(method == Method() for _, _, method in measured.observations):
         raise next(iter(unfinished.errors), InputError("drafter: expected one to measure, found none"))
-    if measured.config.costs == LLAMA_CPP:
-        with unfinished.attempt("timing rounds in llama.cpp"):
-            measured.forecasts = forecasts(measured)
-    elif measured.config.costs != NONE:
+    if config.costs is None:
         with unfinished.attempt("measuring costs"):
             measured.tables = _costs(measured, unfinished)
     measured.lossless = certify_runs(measured, unfinished)
@@ -51,8 +50,8 @@ def _complete(measured: Measured, temperature: float, unfinished: Unfinished) ->
     """Take the texts of plain decoding, and let the target complete the prompts that are only replayed."""
     observations = measured.observations.items()
     plain = next((groups for (t, _, m), groups in observations if (t, m) == (temperature, Method())), None)
-    if plain is not None:
-        decoded = [row.tokens for row in rows_of(plain)]
+    if plain is not None or measured.config.costs == LLAMA_CPP:
+        decoded = [row.tokens for row in rows_of(plain or ())]
         with unfinished.attempt(f"completing further prompts at T = {temperature:g}"):
             measured.texts[temperature] = decoded + _completions(measured, temperature, len(decoded), unfinished)
 

@@ -130,9 +130,8 @@ def _opening(report: Report) -> Opening:
     chosen = report.recommendation
     if report.verdict == "GO IN PART":
         verdict = next(verdict for verdict in chosen.settings if verdict.go)
-        best = next(run for run in report.runs if run.key == verdict.key)
-        speedups = (verdict.speedup, None) if report.forecasts else (best.predicted_speedup, verdict.speedup)
-        return Opening("A setting that pays", best, *speedups)
+        best = next((run for run in report.runs if run.key == verdict.key), None)
+        return Opening("A setting that pays", best, best.predicted_speedup if best else None, verdict.speedup)
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.key == chosen.key), None)
         title = "Recommended setting" if chosen.go else "Best setting"

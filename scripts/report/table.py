@@ -1,7 +1,5 @@
 """The report's main figures as a table in the terminal, with the verdict below."""
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -9,7 +7,7 @@ from rich.text import Text
 
 from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
-from draftsmith.scripts.report.entries import Forecast, Reconciliation
+from draftsmith.scripts.report.entries import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.report.words import headline, load_words, turns
 from draftsmith.scripts.summary import figures_table, print_doubts
@@ -57,7 +55,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
                 )
         table.add_section()
     console = console or Console()
-    console.print(table)
+    if report.runs:
+        console.print(table)
     for run in report.runs:
         if (words := turns(run)) is not None:
             where = f"γ={run.draft_length}, T={run.temperature:g}{f', B={run.batch_size}' if batched else ''}"
@@ -66,7 +65,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         if len(load.goodput) > 1:  # the table covers one text at a time
             console.print(Text.assemble((f"{load.proposer}, texts at a time: ", "dim"), load_words(load)))
     if report.forecasts:
-        console.print(_forecasts(report.forecasts))
+        console.print(_forecasts(report))
     if report.environment.timed is not None:
         console.print(Text.assemble(("timing  ", "dim"), report.environment.timed))
     _print_verdict(report, console)
@@ -77,12 +76,12 @@ def print_report(report: Report, console: Console | None = None) -> None:
         _print_reconciliation(reconciliation, console)
 
 
-def _forecasts(forecasts: Sequence[Forecast]) -> Table:
+def _forecasts(report: Report) -> Table:
     columns = ["T", "slots", "drafter", "γ", "τ", "round, ms", "tokens", "speed-up", "requests"]
     caption = "Rounds by llama-server's clock, τ by replay. tokens: a round, in\n"
     caption += "tokens of plain decoding. requests: the speed-up with prompts."
-    table = figures_table(columns, "drafter", "Forecast for llama.cpp", caption)
-    for one in forecasts:
+    table = figures_table(columns, "drafter", f"Forecast for llama.cpp: {_prompts(report)}", caption)
+    for one in report.forecasts:
         price = one.round_seconds * 1000, one.round_seconds / one.plain_seconds
         setting = f"{one.temperature:g}", str(one.slots), escape(one.proposer), str(one.draft_length)
         figures = (format_estimate(one.mean_acceptance_length), *(f"{value:.2f}" for value in price))

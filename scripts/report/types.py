@@ -78,7 +78,7 @@ class Target(Entry):
 
 @dataclass(frozen=True)
 class Prompts(Entry):
-    """The prompts: `count` were decoded, `replayed` were replayed, which is null for a server."""
+    """The prompts: `count` were decoded, or with forecasts replayed; `replayed` is null for a server."""
 
     path: str
     count: Positive
@@ -331,8 +331,8 @@ class Report(Entry):
     target: Target
     prompts: Prompts
     baseline: Baseline | None = None
-    """Null for a server without a baseline server."""
-    runs: NonEmpty[Run]
+    """Null for a server without a baseline server, and with forecasts, which have no runs either."""
+    runs: Sequence[Run]
     curves: Sequence[Curve] = ()
     comparisons: Sequence[Comparison] = ()
     costs: Costs | None = None
@@ -354,7 +354,7 @@ class Report(Entry):
             return "GO"
         if self.gate is None and any(verdict.go for verdict in self.recommendation.settings):
             return "GO IN PART"
-        decided = self.gate is not None or self.baseline is not None or self.failures
+        decided = self.gate is not None or self.baseline is not None or self.failures or self.forecasts
         return "NO-GO" if decided else "MEASURED"
 
     def winners(self) -> set[tuple[str | None, int | None, int | None, float | None]]:

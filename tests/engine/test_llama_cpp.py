@@ -179,26 +179,14 @@ def test_a_drafter_is_verified_by_the_command(name, whose, target, saved, tmp_pa
 def test_measure_forecasts_what_drafters_bring_there(tmp_path):
     """By the clock of real servers: a round costs more than a token, and τ is replay's."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", 4)
-    config = "{lossless_tokens: 0, replay_limit: 4, limit: 2, max_new_tokens: 24, draft_length: 3}"
-    argv = [
-        "measure",
-        f"--target={TARGET}",
-        f"--drafter={DRAFT}",
-        "--drafter=prompt_lookup:simple-2",
-        f"--config={config}",
-    ]
-    argv += [
-        "--threads=1",
-        "--costs=llama.cpp",
-        "--compiled=false",
-        f"--prompts={prompts}",
-        f"--output={tmp_path / 'r'}",
-    ]
+    argv = f"measure --target={TARGET} --drafter={DRAFT} --drafter=prompt_lookup:simple-2 --costs=llama.cpp".split()
+    argv += ["--threads=1", "--max_new_tokens=24", "--draft_length=3"]
+    argv += [f"--prompts={prompts}", f"--output={tmp_path / 'r'}"]
     assert cli.main([*argv, "--drafter=suffix"]) == 2  # llama.cpp has no such copies
     cli.main(argv)
     found = parse_json((tmp_path / "r" / "report.json").read_text())
     curves = {curve["proposer"]["name"]: curve["mean_acceptance_length"] for curve in found["curves"]}
-    assert found["costs"] is None and not found["failures"] and len(found["forecasts"]) == 2
+    assert not found["runs"] and not found["failures"] and len(found["forecasts"]) == 2
     best = max(found["forecasts"], key=lambda one: one["speedup"]["value"])  # four prompts have no interval
     assert found["recommendation"]["reason"].endswith("too few prompts for an interval.")
     assert found["recommendation"]["proposer"] == best["proposer"]

@@ -149,16 +149,8 @@ def test_sampled_texts_follow_the_target_s_law(pair, tmp_path):
     write_prompts(prompts, stdlib_prompts(16, heldout=True, seed=3))
     argv = ["certify", "--server", pair.server.url, "--target", str(TARGET), "--draft", str(DRAFT), "--threads", "1"]
     argv += ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--temperature", "1", "--concurrency", "8"]
-    argv += [
-        "--config",
-        "{max_prompt_tokens: 40}",
-        "--max-new-tokens",
-        "16",
-        "--sampled-tokens",
-        "2400",
-        "--false-alarm",
-        "0.001",
-    ]
+    argv += ["--config", "{max_prompt_tokens: 40}", "--max-new-tokens", "16", "--sampled-tokens", "2400"]
+    argv += ["--false-alarm", "0.001"]
     assert cli.main(argv) == 0
     found = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert found["passed"] and found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -104,7 +105,8 @@ def test_candidates_are_judged_as_they_will_be_deployed(pair_dirs, tmp_path, mon
 
 def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair_dirs, tmp_path, monkeypatch):
     def tables(self, drafters):
-        assert drafters == {"suffix": {}, "prompt_lookup": {}, "it": dict.fromkeys((1, 2, 3))}
+        copies = ("prompt_lookup:simple-2", "prompt_lookup:simple-4")
+        assert drafters == {**{name: {} for name in copies}, "it": dict.fromkeys((1, 2, 3))}
         assert (self.rows, self.temperatures, self.threads) == ([1], [0.0], 1)
         forwards, free = {1: {1: 1.0, 2: 1.0, 4: 1.0}}, {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}
         return [CostTable(self.context, 0.0, forwards, {1: 0.0}, 1, {1: 1.0}, dict.fromkeys(drafters, free))]
@@ -115,8 +117,13 @@ def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair
     monkeypatch.setattr(rounds.LlamaCosts, "tables", tables)
     fields = {"candidates": {"it": BLOCK}, "temperature": "0", "server": "llama.cpp"}
     choice = command.choose(config(pair_dirs, tmp_path, **fields))
-    (outlook,) = next(each for each in choice.standings if each.name == "it").outlooks
-    assert outlook.way.last and outlook.now == outlook.mean_acceptance_length  # rounds cost a token here
+    standing = next(each for each in choice.standings if each.name == "it")
+    (outlook,) = standing.outlooks
+    hybrid = next(way for way in standing.trials[-1].replayed["0"].ways() if way.last)
+    drafted = standing.drafter(replace(outlook, way=hybrid), "d")
+    assert drafted == f"hybrid:prompt_lookup:simple-2+d@last={hybrid.last}"
+    assert choice.winner == "none" or "--costs=llama.cpp" in choice.commands[-1]
+    assert outlook.now == outlook.mean_acceptance_length  # rounds cost a token here
 
 
 def test_prompts_that_are_the_same_to_the_target_are_not_dealt_to_both_sides(pair_dirs, tmp_path):

@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from conftest import tiny_llama
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import layers
 from draftsmith.decode.proposers.base import Proposer
@@ -130,29 +131,9 @@ class RoundCounter:
         )
 
 
-def tiny(seed: int, vocab_size: int = 256) -> PreTrainedModel:
-    """Return a random model that is sure enough of its tokens for drafts to be accepted now and then."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-    model.lm_head.weight.data *= 6
-    model.generation_config.pad_token_id = 0
-    return model.eval().requires_grad_(False)
-
-
 def random_drafts() -> tuple[PreTrainedModel, dict[str, Drafts]]:
     """Return a random target, and a random draft's chain and tree of 10 nodes."""
-    target, draft = tiny(0), tiny(0)
+    target, draft = tiny_llama(0, 256), tiny_llama(0, 256)
     draft.lm_head.weight.data += 0.05 * torch.randn_like(draft.lm_head.weight)
     models = [draft]
     return target, {

@@ -28,6 +28,8 @@ COPIED = tuple(block - 1 for block in BLOCKS if 1 < block <= 9)
 """The copied tokens of rounds that time the target's forward; longer ones are extrapolated."""
 TURNS = 3
 """Servers of each way to draft; the least seconds count, as in `measure_costs`."""
+WRITTEN = 128
+"""The most tokens of a timed answer, half of them before the context whose rounds are asked for."""
 LIKELY = 100.0
 """The bias of the logit of the token that a repeating text repeats."""
 Prices = Mapping[tuple[str, int, float, int], float]
@@ -53,7 +55,7 @@ class Timed(ServerMessage):
 class LlamaCosts:
     """Rounds to time: of a GGUF target that writes `rows` texts at a time after `context` tokens of `text`, (T,).
 
-    `first` collects the seconds in which each drafter's servers read such a context, the target's own under "".
+    `first` collects the seconds in which each drafter's servers read the prompt, the target's own under "".
     """
 
     engine: LlamaCpp
@@ -65,6 +67,12 @@ class LlamaCosts:
     new_tokens: int
     threads: int | None
     first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        """The tokens of a timed answer's prompt, and of the answer."""
+        new = min(self.new_tokens, WRITTEN)
+        return max(1, self.context - new // 2), new
 
     def tables(self, drafters: Mapping[str, Mapping[int, Served]]) -> list[CostTable]:
         """Return a table for each temperature; `drafters` are by name, then γ, and have none if they copy.
@@ -84,17 +92,15 @@ class LlamaCosts:
 
     def _timed(self, name: str, draft_length: int, form: Served | None) -> dict[tuple[float, int], float]:
         """Return the seconds of a round by temperature and rows, from a server of its own."""
-        most, new = max(self.rows), self.new_tokens
+        most, (start, new) = max(self.rows), self._span
         target, speculative = (self.target, None) if form is None else (form.target or self.target, form.speculative)
-        job = Job(
-            target, [], dict(speculative) if speculative else None, new, self.context + 2 * new, max_num_seqs=most
-        )
-        prompts = text_windows(self.text, most, self.context).tolist()
+        job = Job(target, [], dict(speculative) if speculative else None, new, start + 2 * new, max_num_seqs=most)
+        prompts = text_windows(self.text, most, start).tolist()
         fields: dict[str, Any] = {"n_predict": new, "ignore_eos": True, "cache_prompt": True}
         fields |= {"samplers": ["temperature"]}
         if not name and draft_length:
             token = int(self.text.mode().values)
-            prompts, fields = [[token] * self.context] * most, fields | {"logit_bias": [[token, LIKELY]]}
+            prompts, fields = [[token] * start] * most, fields | {"logit_bias": [[token, LIKELY]]}
         seconds: dict[tuple[float, int], float] = {}
         with self.engine.serve(job, self.threads or os.cpu_count()) as client, ThreadPoolExecutor(most) as pool:
 
@@ -124,7 +130,7 @@ class LlamaCosts:
                 rest = {k: prices[name, k, temperature, rows] - interpolate(forwards[rows], 1 + k) for k in by_length}
                 priced[name][rows] = DraftCosts(0.0, *_line(rest), rows * late)
         zero, prompts = dict.fromkeys(self.rows, 0.0), {rows: rows * prompt for rows in self.rows}
-        return CostTable(self.context, temperature, forwards, zero, self.context, prompts, priced)
+        return CostTable(self.context, temperature, forwards, zero, self._span[0], prompts, priced)
 
 
 def _line(seconds: Mapping[int, float]) -> tuple[float, float]:

@@ -46,7 +46,7 @@ class Server:
 def test_a_table_has_what_the_servers_clock_says():
     """Forwards from copies, a draft's step and overhead from its rounds, and the fastest of the turns."""
     server = Server()
-    costs = LlamaCosts(server, "t.gguf", torch.tensor([7, 8, 7, 9]), 6, [1], [0.0, 1.0], 64, 2)
+    costs = LlamaCosts(server, "t.gguf", torch.tensor([7, 8, 7, 9]), 38, [1], [0.0, 1.0], 64, 2)
     drafters = {"d": {k: Served("d", {"method": "draft-simple", "model": "d.gguf", "num_speculative_tokens": k})
                       for k in (1, 3, 5)}, "copies": {}}  # fmt: skip
     cold, warm = costs.tables(drafters)
@@ -56,6 +56,8 @@ def test_a_table_has_what_the_servers_clock_says():
         assert (draft.step, draft.overhead, draft.prefill) == pytest.approx((0.003, 0.001, 0.03))
         assert table.drafters["copies"] == {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}
         assert table.at("d", 1).round_seconds(4) == pytest.approx(0.010 + 0.008 + 0.013 + more)
+    # The texts lie around the context, whose forwards are asked for: from 38 - 64 / 2 tokens on.
+    assert cold.context == 38 and {one["n_predict"] for one in server.asked} == {2, 64}
     # Copies are priced on a text that repeats its likeliest token, drafters on the text.
     repeated = [one for one in server.asked if "logit_bias" in one]
     assert {tuple(one["prompt"]) for one in repeated} == {(7,) * 6} and repeated[0]["logit_bias"][0][0] == 7
