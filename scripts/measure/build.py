@@ -85,7 +85,7 @@ def measured_report(measured: Measured) -> report.Report:
         environment=report.Environment(
             **environment(pair.target.device, pair.dtype),
             compiled=compiled,
-            timed=clock.turns_taken(measured.compared, REPEATS),
+            timed=clock.turns_taken(measured.compared, REPEATS) if runs else None,
             compilation_seconds=round(sum(clock.PROGRAMS), 1) if compiled else None,
         ),
         target=report.Target(
@@ -137,7 +137,7 @@ def _verdict(measured: Measured, runs: Sequence[report.Run], require_test: bool 
     if config.min_speedup is not None or config.min_gain is not None:
         gate = report.Gate(config.min_speedup, config.min_gain, config.confidence)
     if measured.forecasts:
-        return judge_forecasts(measured.forecasts, gate)
+        return judge_forecasts(measured.forecasts, gate, config.confidence)
     return judge_runs(runs, _observations(measured), gains, gate, config.confidence, require_test)
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
-from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.engines.offline.jobs import EngineFailure
-from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure import round_costs
 from draftsmith.scripts.measure.build import measured_report
 from draftsmith.scripts.measure.certify import certify_recommended
@@ -37,7 +35,6 @@ from draftsmith.train.data.shards import output_directory
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import require_writable, write_atomically
 from draftsmith.train.job.lock import lock_directory
-from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.provenance import write_json
 
 DRAFT_LENGTHS = "draft_lengths.json"
@@ -62,7 +59,7 @@ def measure(config: MeasureConfig) -> Report:
         raise InputError(
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
-    drafters, unfinished, code = _drafters(config), Unfinished(config), config.trust_remote_code
+    drafters, unfinished, code = config.specs, Unfinished(config), config.trust_remote_code
     if forecast:
         round_costs.check(drafters)
     pair, compiled = load_decoding(
@@ -82,15 +79,6 @@ def measure(config: MeasureConfig) -> Report:
             write_json(output / DRAFT_LENGTHS, draft_lengths(measured, report.by_load))
         write_atomically(output / ROUNDS, rounds_text(rounds_settings(measured), measured.rounds))
     return report
-
-
-def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
-    """Return the specs of all drafters; the stock draft follows the other draft models."""
-    specs = drafter_specs(config.drafter, config.draft_length)
-    if config.baseline_draft is not None:
-        index = sum(spec.kind == DraftModel.name for spec in specs)
-        specs.insert(index, DrafterSpec(BASELINE, config.baseline_draft, STOCK, config.draft_length))
-    return specs
 
 
 def measure_server(config: MeasureServerConfig) -> Report:

@@ -16,8 +16,10 @@ from draftsmith.decode.errors import (
 )
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
-from draftsmith.scripts.kinds import NONE, Drafters, aliases, drafter_texts
+from draftsmith.distill.kind import DraftModel
+from draftsmith.scripts.kinds import BASELINE, NONE, STOCK, Drafters, aliases, drafter_specs, drafter_texts
 from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 LLAMA_CPP = "llama.cpp"
@@ -79,6 +81,15 @@ class MeasureConfig(Filters, PromptedTarget):
             raise InputError("min_gain: expected none with costs llama.cpp, whose forecasts are judged by speed alone")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
+
+    @property
+    def specs(self) -> list[DrafterSpec]:
+        """The specs of all drafters; the stock draft follows the other draft models."""
+        specs = drafter_specs(self.drafter, self.draft_length)
+        if self.baseline_draft is not None:
+            index = sum(spec.kind == DraftModel.name for spec in specs)
+            specs.insert(index, DrafterSpec(BASELINE, self.baseline_draft, STOCK, self.draft_length))
+        return specs
 
     def options(self, temperature: float) -> dict[str, Any]:
         """Return the keyword arguments of `generate` at a temperature."""

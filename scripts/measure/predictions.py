@@ -42,7 +42,7 @@ def predicted_speedup(
     if table is None:
         return None
     if replay is not None:
-        return predicted(measured, table, drafter, replay, [draft_length], len(groups[0].rows))[draft_length]
+        return ratio(*priced(measured, table, drafter, replay, [draft_length], len(groups[0].rows))[draft_length])
     seconds, plain_seconds = list[float](), list[float]()
     for group, base in zip(groups, plain, strict=True):
         prompt = max(measured.prompt_lengths[row.prompt] for row in group.rows)
@@ -53,11 +53,11 @@ def predicted_speedup(
     return ratio(plain_seconds, seconds)
 
 
-def predicted(
+def priced(
     measured: Measured, table: CostTable, drafter: Drafter, replay: Replay, lengths: Sequence[int], rows: int,
     with_prompts: bool = True,
-) -> dict[int, Estimate]:  # fmt: skip
-    """Return the speed-up by draft length of the replayed texts and their prompts, `rows` texts at a time."""
+) -> dict[int, tuple[list[float], list[float]]]:  # fmt: skip
+    """Return the seconds of plain decoding and of drafting by γ, of each `rows` replayed texts, prompts included."""
     count, prompts = len(replay.texts), [length * with_prompts for length in measured.prompt_lengths]
     batches = [range(first, first + rows) for first in range(0, count - rows + 1, rows)] or [range(count)]
     longest = [(batch, max(prompts[index] for index in batch)) for batch in batches]
@@ -66,7 +66,7 @@ def predicted(
     drafting = {
         k: [_replayed_seconds(table, drafter, replay, batch, k, prompt) for batch, prompt in longest] for k in lengths
     }
-    return ratios({k: (plain, seconds) for k, seconds in drafting.items()})
+    return {k: (plain, seconds) for k, seconds in drafting.items()}
 
 
 def _replayed_seconds(
@@ -111,7 +111,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
         acceptance_per_position=replay.acceptance_per_position[lengths[-1]],
         conditional_acceptance=replay.conditional_acceptance[lengths[-1]],
         by_category=groups["category"],
-        predicted_speedup={b: predicted(measured, table, drafter, replay, lengths, b) for b in sizes if table},
+        predicted_speedup={b: ratios(priced(measured, table, drafter, replay, lengths, b)) for b in sizes if table},
         by_context=groups["context"],
     )
 

@@ -9,11 +9,12 @@ import torch
 from draftsmith.decode import Proposer
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
+from draftsmith.decode.measurement.intervals import confidence_of_each, ratio, ratio_interval, ratios
 from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
 from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
 from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
-from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs, kind_named
-from draftsmith.scripts.measure.predictions import predicted
+from draftsmith.scripts.kinds import kind_named
+from draftsmith.scripts.measure.predictions import priced
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured, member_name
 from draftsmith.scripts.report.entries import Forecast
 from draftsmith.train.kinds.drafter import DrafterSpec, Pair
@@ -65,7 +66,10 @@ def forecasts(measured: Measured) -> list[Forecast]:
 
     Target and drafters are converted in the dtype of the measurement. Raise EngineFailure if a server fails.
     """
-    return [forecast for table in _tables(measured) for forecast in _of_table(measured, table)]
+    config, drafters = measured.config, measured.pair.drafters
+    count = sum(len(drafter.draft_lengths) for drafter in drafters)
+    level = confidence_of_each(config.confidence, count * len(config.temperature) * len(config.batch_size))
+    return [forecast for table in _tables(measured) for forecast in _of_table(measured, table, level)]
 
 
 def check(specs: Sequence[DrafterSpec]) -> None:
@@ -83,7 +87,7 @@ def _parts(spec: DrafterSpec) -> list[tuple[int, DrafterKind, str | None]]:
     return [(index, kind, member.path) for index, (kind, member) in enumerate(members)]
 
 
-def _of_table(measured: Measured, table: CostTable) -> Iterator[Forecast]:
+def _of_table(measured: Measured, table: CostTable, level: float) -> Iterator[Forecast]:
     config, temperature = measured.config, table.temperature
     for drafter in measured.pair.drafters:
         # llama.cpp drafts the likeliest token.
@@ -93,12 +97,13 @@ def _of_table(measured: Measured, table: CostTable) -> Iterator[Forecast]:
             continue
         for rows in config.batch_size:
             setting = measured, table, drafter, replay, drafter.draft_lengths, rows
-            requests = predicted(*setting)
-            for k, speedup in predicted(*setting, with_prompts=False).items():
+            requests = ratios(priced(*setting))
+            for k, columns in priced(*setting, with_prompts=False).items():
                 length, plain = replay.mean_acceptance_length[k], table.plain_seconds([1.0] * rows, 0)
+                speedup, bounds = ratio(*columns), ratio_interval(*columns, confidence=level)
                 if length.value and speedup.value:  # no text, no figure
-                    seconds = plain * length.value / speedup.value
-                    yield Forecast(drafter.name, k, temperature, rows, length, plain, seconds, speedup, requests[k])
+                    figures = length, plain, plain * length.value / speedup.value, speedup, requests[k], bounds
+                    yield Forecast(drafter.name, k, temperature, rows, *figures)
 
 
 def _tables(measured: Measured) -> list[CostTable]:
@@ -111,10 +116,7 @@ def _tables(measured: Measured) -> list[CostTable]:
             engine, target, text, context, config.batch_size, config.temperature, config.max_new_tokens,
             config.threads,
         )  # fmt: skip
-        specs = drafter_specs(config.drafter)
-        if config.baseline_draft is not None:
-            specs.append(DrafterSpec(BASELINE, config.baseline_draft, STOCK))
-        served = [part for spec in specs for part in _served(measured, spec, Path(scratch))]
+        served = [part for spec in config.specs for part in _served(measured, spec, Path(scratch))]
         return costs.tables(dict(served))
 
 

@@ -262,10 +262,12 @@ def judge_runs(
     return gate, replace(recommendation, judged=how)
 
 
-def judge_forecasts(forecasts: Sequence[Forecast], gate: Gate | None) -> tuple[Gate | None, Recommendation]:
+def judge_forecasts(
+    forecasts: Sequence[Forecast], gate: Gate | None, confidence: float
+) -> tuple[Gate | None, Recommendation]:
     """Return the judged gate, if there is one, and the recommendation of forecasts for llama.cpp.
 
-    A drafter with one γ passes in a setting if the lower bound of its forecast is above `min_speedup` (1 if None). The
+    A drafter with one γ passes in a setting if the lower of its `bounds` is above `min_speedup` (1 if None). The
     recommended one has the highest of its least bounds over all settings.
     """
     least = 1.0 if gate is None or gate.min_speedup is None else gate.min_speedup
@@ -274,15 +276,16 @@ def judge_forecasts(forecasts: Sequence[Forecast], gate: Gate | None) -> tuple[G
         by_setting.setdefault((one.temperature, one.slots), {})[one.proposer, one.draft_length] = one
 
     def bound(one: Forecast) -> tuple[float, float]:
-        return one.speedup.ci95[0] if one.speedup.ci95 else 0.0, one.speedup.value or 0.0
+        return one.bounds[0] if one.bounds else 0.0, one.speedup.value or 0.0
 
     def verdict(one: Forecast) -> SettingVerdict:
-        go, times = bound(one)[0] > least, intervals.format_estimate(one.speedup, spread="interval")
+        go, speedup = bound(one)[0] > least, replace(one.speedup, ci95=one.bounds)
+        times = intervals.format_estimate(speedup, spread="interval")
         reason = f"{one.proposer} with γ = {one.draft_length} is forecast to decode {times} times as fast as plain "
         reason += f"decoding in llama.cpp (T = {one.temperature:g}, {one.slots} at once)"
-        why_not = f"a {SPEEDUP} {least:g} is not certain" if one.speedup.ci95 else "too few prompts for an interval"
+        why_not = f"a {SPEEDUP} {least:g} is not certain" if one.bounds else "too few prompts for an interval"
         reason += "." if go else f": {why_not}."
-        return SettingVerdict(one.temperature, one.slots, go, reason, one.proposer, one.draft_length, one.speedup)
+        return SettingVerdict(one.temperature, one.slots, go, reason, one.proposer, one.draft_length, speedup)
 
     def everywhere(one: Forecast) -> list[Forecast]:
         return [of[key] for of in by_setting.values() if (key := (one.proposer, one.draft_length)) in of]
@@ -300,7 +303,8 @@ def judge_forecasts(forecasts: Sequence[Forecast], gate: Gate | None) -> tuple[G
         slowest.reason if slowest.go else reason,
         *slowest.key,
         predicted_speedup=slowest.speedup,
-        judged=f"The highest lower bound of {len(forecasts)} forecasts, each at 95% and over prompts alone.",
+        judged=f"The highest lower bound of {len(forecasts)} forecasts, by Student's intervals over prompts that hold "
+        f"together at {100 * confidence:.4g}%. Prices err by some per cent more.",
         settings=verdicts,
     )
 

@@ -143,6 +143,8 @@ class Forecast(Entry):
     """The text alone, after its prompt."""
     request_speedup: Estimate
     """Whole requests: prompts included."""
+    bounds: Interval | None
+    """The interval of `speedup` at a level at which those of all forecasts hold together."""
 
 
 @dataclass(frozen=True)

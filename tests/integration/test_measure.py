@@ -468,6 +468,7 @@ def test_forecasts_for_llama_cpp_decode_nothing(root, tmp_path, stopped, monkeyp
     tau = {name: curve_of(report, name, 0.0)["mean_acceptance_length"]["2"] for name in ("draft", "prompt_lookup")}
     assert draft["speedup"]["value"] == pytest.approx(tau["draft"]["value"] * 1.1 / (1.3 + 0.55))
     assert tau["prompt_lookup"]["value"] * 1.1 / 1.3 < copies["speedup"]["value"] <= tau["prompt_lookup"]["value"]
+    assert draft["bounds"][0] < draft["speedup"]["ci95"][0]  # four forecasts hold together
     assert "Forecast for llama.cpp: 6 prompts" in printed(report, tmp_path)
     assert "6 replayed" in (page := (tmp_path / "out/report.html").read_text()) and "decoded, 6 replayed" not in page
 

@@ -26,7 +26,7 @@ from draftsmith.train.kinds.export import Served
 
 COPIED = tuple(block - 1 for block in BLOCKS if 1 < block <= 9)
 """The copied tokens of rounds that time the target's forward; longer ones are extrapolated."""
-TURNS = 3
+TURNS = 5
 """Servers of each way to draft; the least seconds count, as in `measure_costs`."""
 WRITTEN = 128
 """The most tokens of a timed answer, half of them before the context whose rounds are asked for."""

@@ -9,13 +9,14 @@ from unit.scripts.measure.test_verdict import TABLE as PLAIN_TABLE
 
 from draftsmith.decode import Counts, DraftModelProposer, HybridProposer, PromptLookupProposer, Tree
 from draftsmith.decode.measurement.costs import DraftCosts
+from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.batch_replay import Stretches
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.engines.draft_lengths import ranges
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted, predicted_speedup, sizes_up_to
+from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup, priced, sizes_up_to
 from draftsmith.scripts.measure.round_costs import priced_proposers
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange
@@ -129,7 +130,7 @@ def test_a_round_of_n_grams_costs_what_it_verifies(target, tokenizer, rows):
     sizes = [np.array([[n, 0.0, 0.0, 0.0, m]]) for n, m in ((3, 3), (4, 1), (5, 0))]  # nothing found, four tokens found
     lookup = Drafter("lookup", "prompt_lookup", kind_named("prompt_lookup"), None, PromptLookupProposer())
     own = measured(target, tokenizer, rows, lookup, sizes, table)
-    found = predicted(own, table, lookup, own.replays[0.0, "lookup", PROBABILISTIC], [GAMMA], rows, with_prompts=False)
+    found = priced(own, table, lookup, own.replays[0.0, "lookup", PROBABILISTIC], [GAMMA], rows, with_prompts=False)
     none, four = 1.0 + 0.11, 1.8 + 0.11
     seconds, plain, alike = 12 * none + 4 * four, 28 * 1.1, 28 * 1.1 / (12 * none + 4 * four)
     if rows == 2:
@@ -138,7 +139,7 @@ def test_a_round_of_n_grams_costs_what_it_verifies(target, tokenizer, rows):
         plain = 7 * 1.4 + 5 * 1.1
         alike = 28 * 1.4 / (16 * ((3 / 4) ** 2 * 1.2 + (1 - (3 / 4) ** 2) * 2.8 + 0.22))
     assert gain(own, rows) == pytest.approx(alike)
-    assert found[GAMMA].value == pytest.approx(plain / seconds)
+    assert ratio(*found[GAMMA]).value == pytest.approx(plain / seconds)
 
 
 def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tokenizer):
