@@ -175,8 +175,8 @@ def _write_texts(config: BenchStudyConfig) -> None:
     for side, (records, temperature) in texts.items():
         prompts = Path(config.output) / "prompts" / f"{side}.jsonl"
         write_prompts(prompts, records)
-        fields = {"max_new_tokens": config.max_new_tokens, "max_prompt_tokens": MAX_PROMPT_TOKENS, "batch_size": 64}
-        fields |= {"temperature": temperature, "dtype": "float32"}
+        fields: dict[str, Any] = {"temperature": temperature, "max_new_tokens": config.max_new_tokens}
+        fields |= {"max_prompt_tokens": MAX_PROMPT_TOKENS, "batch_size": 64, "dtype": "float32"}
         prepare(PrepareConfig(config.target, str(prompts), config.completions(side), **fields))
 
 
