@@ -60,7 +60,7 @@ def first_mismatch(
     if position is None:
         return None
     context = plain[:position]
-    logits = _logits_after(target, context)
+    logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]  # (1, V)
     scores = sampler.scores(logits, [context])[0]
     tolerance = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     if position == min(len(plain), len(other)):
@@ -68,8 +68,3 @@ def first_mismatch(
         return Mismatch(position, ends[0], ends[1], float("inf"), tolerance)
     expected, found = int(plain[position]), int(other[position])
     return Mismatch(position, expected, found, float(scores[expected] - scores[found]), tolerance)
-
-
-def _logits_after(model: PreTrainedModel, context: Tensor) -> Tensor:
-    """Return the logits of the next token, (1, V)."""
-    return model(input_ids=context[None], use_cache=False).logits[0, -1:]

@@ -143,7 +143,7 @@ def _verdict(measured: Measured, runs: Sequence[report.Run], require_test: bool 
 
 def _run(measured: Measured, temperature: float, batch_size: int, method: Method) -> report.Run:
     setting = temperature, batch_size
-    groups, plain_groups = (measured.observations[*setting, which] for which in (method, Method()))
+    groups = measured.observations[*setting, method]
     own, plain = (_observation(measured, *setting, which) for which in (method, Method()))
     drafter, rows = measured.drafter(method.drafter), rows_of(groups)
     counts = sum((row.counts for row in rows), Counts())
@@ -168,7 +168,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
         conditional_acceptance=counts.conditional_acceptance(),
         speedup=own.speedup(plain),
         predicted_speedup=predictions.predicted_speedup(
-            measured, temperature, drafter, method.draft_length, groups, plain_groups
+            measured, temperature, drafter, method.draft_length, len(groups[0].rows)
         ),
         tokens_per_second=own.speed(),
         gain_over_baseline_draft=_gains(measured, setting, method),

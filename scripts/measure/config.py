@@ -54,8 +54,8 @@ class MeasureConfig(Filters, PromptedTarget):
     confidence: float = 0.95
     """The level at which the intervals of all settings hold together."""
     costs: str | None = None
-    """Null measures the costs of forwards and drafting; with none nothing is predicted. With llama.cpp its server's own
-    clock prices the rounds of target and drafters as GGUF files, and forecasts say what they bring there."""
+    """Null measures the costs of forwards and drafting; with none nothing is predicted. With llama.cpp its server
+    writes the texts and prices the rounds, all models as GGUF files, and forecasts say what drafters bring there."""
     compiled: bool | None = None
     """Compile all models, plain decoding included; null: where a token takes less than 0.1 s eagerly."""
     lossless_tokens: int | None = None
@@ -77,8 +77,9 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
         require(self, one_of((NONE, LLAMA_CPP)), "costs")
-        if self.min_gain is not None and self.costs == LLAMA_CPP:
-            raise InputError("min_gain: expected none with costs llama.cpp, whose forecasts are judged by speed alone")
+        for name, off in (("min_gain", None), ("repetition_penalty", 1.0), ("no_repeat_ngram_size", 0)):
+            if self.costs == LLAMA_CPP and (found := getattr(self, name)) != off:
+                raise InputError(f"{name}: expected its default with costs llama.cpp, found {found}")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
 

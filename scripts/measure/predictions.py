@@ -17,7 +17,7 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planning.costs import text_seconds
 from draftsmith.scripts.engines.draft_lengths import SCHEMA, chosen_lengths, entry, ranges
 from draftsmith.scripts.measure.replays import groups_of
-from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, member_name
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, member_name
 from draftsmith.scripts.report.entries import ByLoad, CurveGroup, Goodput, LoadRange
 from draftsmith.scripts.report.entries import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, ProposerEntry, Verifier
@@ -27,30 +27,13 @@ SIZES = 24
 
 
 def predicted_speedup(
-    measured: Measured,
-    temperature: float,
-    drafter: Drafter,
-    draft_length: int,
-    groups: Sequence[Group],
-    plain: Sequence[Group],
+    measured: Measured, temperature: float, drafter: Drafter, draft_length: int, rows: int
 ) -> Estimate | None:
-    """Return the speed-up of these batches that costs and acceptance predict, prompts included; None without costs.
-
-    It is that of all replayed texts, in batches of this size; where replay does not apply, of the decoded rounds.
-    """
+    """Return the speed-up of all replayed texts, `rows` at a time, prompts included; None without costs or replay."""
     table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
-    if table is None:
+    if table is None or replay is None:
         return None
-    if replay is not None:
-        return ratio(*priced(measured, table, drafter, replay, [draft_length], len(groups[0].rows))[draft_length])
-    seconds, plain_seconds = list[float](), list[float]()
-    for group, base in zip(groups, plain, strict=True):
-        prompt = max(measured.prompt_lengths[row.prompt] for row in group.rows)
-        rounds = [float(row.counts.num_drafts) for row in group.rows]
-        seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, drafter.nodes, prompt))
-        # Under sampling the texts differ in length too.
-        plain_seconds.append(table.plain_seconds([float(len(row.tokens)) for row in base.rows], prompt))
-    return ratio(plain_seconds, seconds)
+    return ratio(*priced(measured, table, drafter, replay, [draft_length], rows)[draft_length])
 
 
 def priced(

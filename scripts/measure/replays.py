@@ -8,6 +8,7 @@ from draftsmith.decode import Proposer, Replay
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts.measure.config import LLAMA_CPP
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.report.entries import Grouping
 from draftsmith.scripts.report.types import Verifier
@@ -29,7 +30,8 @@ def replay_all(
         doublings(len(ids), len(text))
         for ids, text in zip(measured.prompt_ids, measured.texts[temperature], strict=True)
     ]
-    return replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, stretches=stretches)
+    served = measured.config.costs == LLAMA_CPP  # in its own arithmetic
+    return replay_drafters(pair.target, proposers, *texts, draft_lengths, sampler, most, served, stretches=stretches)
 
 
 def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier], Proposer]:

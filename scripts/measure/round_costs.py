@@ -1,7 +1,9 @@
 """The costs of rounds, in this decoder and in llama.cpp, and what drafters bring there."""
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,8 +13,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.measurement.intervals import confidence_of_each, ratio, ratio_interval, ratios
 from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
+from draftsmith.scripts.engines.offline.jobs import Job
 from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
-from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, decoded
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.predictions import priced
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured, member_name
@@ -61,15 +64,34 @@ def measured_costs(measured: Measured) -> list[CostTable]:
     return measure_costs(*models, mean, prompt, sorted(blocks), compiled=compiled)
 
 
-def forecasts(measured: Measured) -> list[Forecast]:
+@contextmanager
+def served_target(measured: Measured) -> Iterator[str]:
+    """Yield the target's GGUF file, converted in the dtype of the measurement."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-target-") as scratch:
+        path, dtype = Path(scratch) / "target.gguf", measured.pair.dtype
+        yield LlamaCpp.found().target_file(measured.config.target, path, TYPES[dtype])
+
+
+def written(
+    measured: Measured, target: str, temperature: float, prompts: Sequence[list[int]], seed: int
+) -> list[list[int]]:
+    """Return what llama-server writes after prompts, one at a time; raise EngineFailure if it fails."""
+    config, filters = measured.config, measured.config.filters()
+    new, cuts = config.max_new_tokens, {name: filters[name] for name in ("top_k", "top_p", "min_p")}
+    job = Job(target, prompts, None, new, max(map(len, prompts)) + new, temperature, seed % 2**31, max_num_seqs=1)
+    with LlamaCpp.found().serve(job, config.threads or os.cpu_count()) as client:
+        return decoded(client, job, **cuts).token_ids
+
+
+def forecasts(measured: Measured, target: str) -> list[Forecast]:
     """Return the forecast of every drafter at every γ, temperature and number of slots.
 
-    Target and drafters are converted in the dtype of the measurement. Raise EngineFailure if a server fails.
+    Drafters are converted in the dtype of the measurement. Raise EngineFailure if a server fails.
     """
     config, drafters = measured.config, measured.pair.drafters
     count = sum(len(drafter.draft_lengths) for drafter in drafters)
     level = confidence_of_each(config.confidence, count * len(config.temperature) * len(config.batch_size))
-    return [forecast for table in _tables(measured) for forecast in _of_table(measured, table, level)]
+    return [forecast for table in _tables(measured, target) for forecast in _of_table(measured, table, level)]
 
 
 def check(specs: Sequence[DrafterSpec]) -> None:
@@ -106,14 +128,13 @@ def _of_table(measured: Measured, table: CostTable, level: float) -> Iterator[Fo
                     yield Forecast(drafter.name, k, temperature, rows, *figures)
 
 
-def _tables(measured: Measured) -> list[CostTable]:
-    config, engine = measured.config, LlamaCpp.found()
+def _tables(measured: Measured, target: str) -> list[CostTable]:
+    config = measured.config
     _, context = mean_lengths(measured)
     text = torch.cat(measured.sequences(next(iter(measured.texts)))).cpu()
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
-        target = engine.target_file(config.target, Path(scratch) / "target.gguf", TYPES[measured.pair.dtype])
         costs = LlamaCosts(
-            engine, target, text, context, config.batch_size, config.temperature, config.max_new_tokens,
+            LlamaCpp.found(), target, text, context, config.batch_size, config.temperature, config.max_new_tokens,
             config.threads,
         )  # fmt: skip
         served = [part for spec in config.specs for part in _served(measured, spec, Path(scratch))]

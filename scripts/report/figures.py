@@ -50,7 +50,7 @@ def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
 def length_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     """Draw τ over γ by replay, and as decoded at the smallest batch size, a panel for each temperature."""
     panels = []
-    for temperature in _temperatures(report):
+    for temperature in sorted({curve.temperature for curve in report.curves} | {r.temperature for r in report.runs}):
         series = []
         for curve in report.curves:
             if curve.temperature == temperature:
@@ -112,10 +112,6 @@ def _runs(report: Report, temperature: float, batch: int) -> dict[str, list[Run]
 def _curves(report: Report, temperature: float) -> list[Curve]:
     """Return the replays that match decoding, where draft tokens are drawn from q."""
     return [c for c in report.curves if c.temperature == temperature and c.verifier != "greedy"]
-
-
-def _temperatures(report: Report) -> list[float]:
-    return sorted({curve.temperature for curve in report.curves} | {run.temperature for run in report.runs})
 
 
 def _settings(report: Report) -> list[tuple[float, int]]:

@@ -139,7 +139,8 @@ def admitted_levels(levels: Sequence[dict[str, Any]], most: float) -> list[dict[
     sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2). The rules are such sequences, which share
     the error.
     """
-    return list(takewhile(lambda row: row["departure"].upper_bound < most, _strictest_first(levels)))
+    strictest_first = sorted(levels, key=lambda row: -row["level"])
+    return list(takewhile(lambda row: row["departure"].upper_bound < most, strictest_first))
 
 
 def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[str, Any] | None, str]:
@@ -161,10 +162,6 @@ def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[s
         message = f"none: keep exact. No level below {most:.2%} surely gains; the best is"
         return None, f"{message} {_name(best)}, {_gain(best)}"
     return best, f"{_name(best)}: {_gain(best)}, {_at_most(best)}"
-
-
-def _strictest_first(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(levels, key=lambda row: -row["level"])
 
 
 def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> None:

@@ -107,7 +107,7 @@ class LlamaCpp:
             try:
                 with self.serve(job, more=EXACT) as client:  # attention in float32
                     version = client.get("/props").json().get("build_info", "?")
-                    answers.append(_decoded(client, job))
+                    answers.append(decoded(client, job))
             except (EngineFailure, InputError) as error:
                 answers.append(EngineFailure(str(error)))
         return EngineRun(version, "cpu", answers)
@@ -162,12 +162,13 @@ def spec_type(directory: str) -> str:
     return next((value for part, value in SPEC_TYPES.items() if part in names), "draft-simple")
 
 
-def _decoded(client: httpx2.Client, job: Job) -> Answer:
-    """Ask for all texts, as many at once as the server has slots, and read its counts."""
+def decoded(client: httpx2.Client, job: Job, **cuts: float) -> Answer:
+    """Ask for all texts, as many at once as the server has slots, and read its counts; `cuts` are made in order."""
 
-    def text(prompt: Sequence[int]) -> list[int]:
-        fields = {"prompt": list(prompt), "n_predict": job.max_tokens, "temperature": job.temperature, "seed": job.seed}
-        fields |= {"samplers": ["temperature"], "return_tokens": True, "cache_prompt": False}
+    def text(index: int) -> list[int]:
+        fields = {"prompt": list(job.prompts[index]), "n_predict": job.max_tokens, "seed": job.seed + index} | cuts
+        fields |= {"temperature": job.temperature, "samplers": ["temperature", *cuts]}
+        fields |= {"return_tokens": True, "cache_prompt": False}
         answer = client.post("/completion", json=fields)
         if answer.status_code != 200:
             raise EngineFailure(f"llama-server: expected a completion, found {answer.status_code}: {answer.text[:200]}")
@@ -177,7 +178,7 @@ def _decoded(client: httpx2.Client, job: Job) -> Answer:
         return read.tokens
 
     with ThreadPoolExecutor(job.max_num_seqs) as pool:
-        texts = list(pool.map(text, job.prompts))
+        texts = list(pool.map(text, range(len(job.prompts))))
     return Answer(texts, read_metrics(client.get("/metrics").text, "llama-server").counters)
 
 

@@ -82,8 +82,7 @@ def measured(target, tokenizer, rows=1, drafter: Drafter | None = None, sizes=SI
 
 def test_each_round_of_a_run_has_the_price_of_its_drafter(target, tokenizer):
     own = measured(target, tokenizer)
-    groups = own.observations[0.0, 1, Method()]
-    found = predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups)
+    found = predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, 1)
     # Prompt and first draft go through the target together, and who is never asked reads no prompt.
     forwards = [(1.2 + 2 * 1.4 + 1.0 + 1.8) / 5, 1.4, (1.6 + 1.8) / 2]
     prompts = [2.0 + 0.02 + 0.3, 2.0 + 0.02, 2.0 + 0.02 + 0.3]
@@ -115,8 +114,7 @@ def test_rows_that_are_decoded_together_wait_for_the_latest_and_the_largest(targ
     seconds = sum(price(source, n) * weight for source, n, weight in pairs) / pooled.sum()
     assert gain(own, 2) == pytest.approx(sum(TOKENS) * 1.4 / seconds)
     # A run's rows are those of its batches, and one row stays when the other ends.
-    groups = own.observations[0.0, 2, Method()]
-    assert predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, groups, groups).value > 0
+    assert predicted_speedup(own, 0.0, own.drafter("hybrid"), GAMMA, 2).value > 0
 
 
 @pytest.mark.parametrize("rows", [1, 2])

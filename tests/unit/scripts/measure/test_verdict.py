@@ -430,7 +430,7 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
     a = [[0.5 + 0.1 * i] * len(text) for i, text in enumerate(texts)]
     own = measured(tokenizer, texts, {"draft": a}, rows=rows)
     groups = own.observations[0.0, rows, Method()]
-    found = predicted_speedup(own, 0.0, own.drafter("draft"), 4, groups, groups)
+    found = predicted_speedup(own, 0.0, own.drafter("draft"), 4, rows)
     replay = own.replays[0.0, "draft", PROBABILISTIC]
     seconds, plain = [], []
     for group in groups:
@@ -449,11 +449,7 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
     # The curve, of the same texts and batches, says the same.
     curve = curve_of(own, 0.0, "draft", PROBABILISTIC, replay)
     assert curve.predicted_speedup[rows][4] == found
-    # Without replay it takes the rounds that were decoded; without costs it says nothing.
-    row = Row(0, [0] * 5, Counts(num_drafts=3, num_emitted_tokens=5))
-    decoded = predicted_speedup(
-        measured(tokenizer, texts, {}), 0.0, own.drafter("draft"), 4, [Group([row], 1.0)], [Group([row], 1.0)]
-    )
-    assert decoded.value == pytest.approx((2.0 + 4 * 1.1) / (2.0 + 0.3 + 0.5 + 2 * (0.5 + 1.8)))
+    # Without replay or costs it says nothing.
+    assert predicted_speedup(measured(tokenizer, texts, {}), 0.0, own.drafter("draft"), 4, rows) is None
     bare = measured(tokenizer, texts, {"draft": a}, tables=())
-    assert predicted_speedup(bare, 0.0, own.drafter("draft"), 4, groups, groups) is None and costs_entry(bare) is None
+    assert predicted_speedup(bare, 0.0, own.drafter("draft"), 4, rows) is None and costs_entry(bare) is None

@@ -103,7 +103,7 @@ def rich() -> Report:
         costs=entries.Costs(256, seconds, drafters, drafters, []),
         gate=types.Gate(1.2, 0.1, 0.95),
         forecasts=[
-            entries.Forecast(name, 16, 0.8, rows, est(tau(name, 4)), 0.0123, 0.5, est(12.5, 1.25), est(11.5, 1.25))
+            entries.Forecast(name, 16, 0.8, rows, est(tau(name, 4)), 0.0123, 0.5, est(12, 1.25), est(11.5, 1.25), None)
             for name in DRAFTERS for rows in (1, 16)
         ],
         recommendation=types.Recommendation(
