@@ -204,7 +204,8 @@ def _in_llama_cpp(
     dtype = str(model.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     middle = [(len(sample["input_ids"]) + sample["prompt_length"]) / 2 for sample in samples]
     text = torch.tensor([token for sample in samples for token in sample["input_ids"]])
-    served = {key: dict[int, Served]() for key in (config.copies[0], *drafters)}
+    names = (config.copies[0], *drafters)
+    served: dict[str, Mapping[int, Served | None]] = {key: dict.fromkeys(config.draft_length) for key in names}
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
         engine, files = LlamaCpp.found(), Path(scratch)
         target = engine.target_file(config.target, files / "target.gguf", TYPES[dtype])

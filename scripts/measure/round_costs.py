@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -141,8 +141,8 @@ def _tables(measured: Measured, target: str) -> list[CostTable]:
         return costs.tables(dict(served))
 
 
-def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tuple[str, dict[int, Served]]]:
-    """Yield a drafter, or its members, by the name in a cost table, and by γ in llama-server; {} for copies."""
+def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tuple[str, Mapping[int, Served | None]]]:
+    """Yield a drafter, or its members, by the name in a cost table, and by γ in llama-server; None for copies."""
     drafter = measured.drafter(str(spec.name))
     if drafter.has_one_length:
         raise InputError(f"costs: expected chains, which llama.cpp drafts, found a tree of {drafter.name}")
@@ -150,7 +150,7 @@ def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tu
     for index, kind, path in _parts(spec):
         name = member_name(drafter, drafter.sources[index]) if drafter.sources else drafter.name
         if kind.copies:
-            yield name, {}
+            yield name, dict.fromkeys(drafter.lengths(k)[index] for k in drafter.draft_lengths)
             continue
         target, quantize = measured.config.target, TYPES[measured.pair.dtype]
         yield name, served_at(str(path), kind, target, quantize, scratch / name.replace("/", "+"), last)

@@ -106,7 +106,7 @@ def test_candidates_are_judged_as_they_will_be_deployed(pair_dirs, tmp_path, mon
 def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair_dirs, tmp_path, monkeypatch):
     def tables(self, drafters):
         copies = ("prompt_lookup:simple-2", "prompt_lookup:simple-4")
-        assert drafters == {**{name: {} for name in copies}, "it": dict.fromkeys((1, 2, 3))}
+        assert drafters == {**{key: {1: None, 3: None} for key in copies}, "it": dict.fromkeys((1, 2, 3))}
         assert (self.rows, self.temperatures, self.threads) == ([1], [0.0], 1)
         forwards, free = {1: {1: 1.0, 2: 1.0, 4: 1.0}}, {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}
         return [CostTable(self.context, 0.0, forwards, {1: 0.0}, 1, {1: 1.0}, dict.fromkeys(drafters, free))]

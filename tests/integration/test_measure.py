@@ -455,7 +455,7 @@ def test_forecasts_for_llama_cpp_decode_nothing(root, tmp_path, stopped, monkeyp
 
     def tables(costs, drafters):
         forwards = {1: {k: 1 + k / 10 for k in (1, 2, 3)}}
-        named = {name: {1: priced if lengths else free} for name, lengths in drafters.items()}
+        named = {name: {1: priced if lengths[2] else free} for name, lengths in drafters.items()}
         return [CostTable(9, t, forwards, {1: 0.0}, 9, {1: 1.0}, named) for t in costs.temperatures]
 
     def decoded(client, job, **cuts):
@@ -466,7 +466,7 @@ def test_forecasts_for_llama_cpp_decode_nothing(root, tmp_path, stopped, monkeyp
     engine = SimpleNamespace(program=str, target_file=lambda *words: "t.gguf", serve=lambda *words: served)
     monkeypatch.setattr(round_costs, "decoded", decoded)
     monkeypatch.setattr(round_costs.LlamaCpp, "found", lambda: engine)
-    monkeypatch.setattr(round_costs, "served_at", lambda *given: dict.fromkeys(given[-1]))
+    monkeypatch.setattr(round_costs, "served_at", lambda *given: dict.fromkeys(given[-1], "served"))
     monkeypatch.setattr(round_costs.LlamaCosts, "tables", tables)
     fields = {"drafter": [str(root / "draft"), "prompt_lookup:simple-2"], "temperature": "0,1", "costs": "llama.cpp"}
     fields["top_k"] = 40

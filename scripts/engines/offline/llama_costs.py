@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,20 @@ from torch import Tensor
 
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, DraftCosts
 from draftsmith.decode.measurement.turns import text_windows
-from draftsmith.decode.planning.costs import interpolate
 from draftsmith.decode.progress import track
 from draftsmith.decode.validation import Amount, Count, ServerMessage, parse
 from draftsmith.scripts.engines.offline.jobs import EngineFailure, Job
 from draftsmith.scripts.engines.offline.llama_cpp import COPIES, LlamaCpp
 from draftsmith.train.kinds.export import Served
 
-COPIED = tuple(block - 1 for block in BLOCKS if 1 < block <= 9)
-"""The copied tokens of rounds that time the target's forward; longer ones are extrapolated."""
 TURNS = 5
-"""Servers of each way to draft; the least seconds count, as in `measure_costs`."""
+"""Servers of each way to draft, whose median counts: a rare quiet moment speeds up one token more than a block."""
 WRITTEN = 128
 """The most tokens of a timed answer, half of them before the context whose rounds are asked for."""
 LIKELY = 100.0
 """The bias of the logit of the token that a repeating text repeats."""
-Prices = Mapping[tuple[str, int, float, int], float]
-"""Seconds of a round by drafter (the target is ""), γ, temperature and rows."""
+Prices = Mapping[tuple[str, float, int], Mapping[int, float]]
+"""Seconds of a round by drafter (the target is ""), temperature and rows, then γ."""
 
 
 class Timings(ServerMessage):
@@ -74,21 +72,23 @@ class LlamaCosts:
         new = min(self.new_tokens, WRITTEN)
         return max(1, self.context - new // 2), new
 
-    def tables(self, drafters: Mapping[str, Mapping[int, Served]]) -> list[CostTable]:
-        """Return a table for each temperature; `drafters` are by name, then γ, and have none if they copy.
+    def tables(self, drafters: Mapping[str, Mapping[int, Served | None]]) -> list[CostTable]:
+        """Return a table for each temperature; `drafters` are by name, then γ, None if they copy.
 
         Raise EngineFailure if a server fails.
         """
-        ways: dict[tuple[str, int], Served | None] = {("", 0): None}
-        for k in COPIED:
-            ways["", k] = Served(COPIES, {"method": COPIES, "model": self.target, "num_speculative_tokens": k})
-        ways |= {(name, k): form for name, by_length in drafters.items() for k, form in by_length.items()}
-        prices: dict[tuple[str, int, float, int], float] = {}
+        lengths, ways = {k for of in drafters.values() for k in of}, dict[tuple[str, int], Served | None]()
+        for k in sorted({0} | lengths | {block - 1 for block in BLOCKS if block <= max(lengths)}):
+            copies = {"method": COPIES, "model": self.target, "num_speculative_tokens": k}
+            ways["", k] = Served(COPIES, copies) if k else None
+        ways |= {(name, k): form for name, of in drafters.items() for k, form in of.items() if form}
+        timed: dict[tuple[str, float, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         turns = [key for _ in range(TURNS) for key in ways]
-        for key in track(turns, "costs of rounds in llama.cpp", "servers"):
-            for setting, seconds in self._timed(*key, ways[key]).items():
-                prices[*key, *setting] = min(seconds, prices.get((*key, *setting), seconds))
-        return [self._table(temperature, prices, drafters) for temperature in self.temperatures]
+        for name, k in track(turns, "costs of rounds in llama.cpp", "servers"):
+            for setting, seconds in self._timed(name, k, ways[name, k]).items():
+                timed[name, *setting][k].append(seconds)
+        prices = {key: {k: median(seconds) for k, seconds in of.items()} for key, of in timed.items()}
+        return [self._table(temperature, prices, list(drafters)) for temperature in self.temperatures]
 
     def _timed(self, name: str, draft_length: int, form: Served | None) -> dict[tuple[float, int], float]:
         """Return the seconds of a round by temperature and rows, from a server of its own."""
@@ -96,8 +96,7 @@ class LlamaCosts:
         target, speculative = (self.target, None) if form is None else (form.target or self.target, form.speculative)
         job = Job(target, [], dict(speculative) if speculative else None, new, start + 2 * new, max_num_seqs=most)
         prompts = text_windows(self.text, most, start).tolist()
-        fields: dict[str, Any] = {"n_predict": new, "ignore_eos": True, "cache_prompt": True}
-        fields |= {"samplers": ["temperature"]}
+        fields: dict[str, Any] = {"n_predict": new, "ignore_eos": True, "samplers": ["temperature"]}
         if not name and draft_length:
             token = int(self.text.mode().values)
             prompts, fields = [[token] * start] * most, fields | {"logit_bias": [[token, LIKELY]]}
@@ -120,14 +119,15 @@ class LlamaCosts:
                     seconds[temperature, rows] = sum(text.predicted_ms for text in texts) / counted / 1000
         return seconds
 
-    def _table(self, temperature: float, prices: Prices, drafters: Mapping[str, Mapping[int, Served]]) -> CostTable:
-        forwards = {rows: {1 + k: prices["", k, temperature, rows] for k in (0, *COPIED)} for rows in self.rows}
+    def _table(self, temperature: float, prices: Prices, names: Sequence[str]) -> CostTable:
+        forwards = {rows: {1 + k: s for k, s in prices["", temperature, rows].items()} for rows in self.rows}
         prompt, priced = min(self.first[""]), dict[str, dict[int, DraftCosts]]()
-        for name, by_length in drafters.items():
-            late = max(0.0, min(self.first[name]) - prompt) if by_length else 0.0
+        for name in names:
+            late = max(0.0, min(self.first[name]) - prompt) if name in self.first else 0.0
             priced[name] = {}
             for rows in self.rows:
-                rest = {k: prices[name, k, temperature, rows] - interpolate(forwards[rows], 1 + k) for k in by_length}
+                own = prices.get((name, temperature, rows), {})
+                rest = {k: seconds - forwards[rows][1 + k] for k, seconds in own.items()}
                 priced[name][rows] = DraftCosts(0.0, *_line(rest), rows * late)
         zero, prompts = dict.fromkeys(self.rows, 0.0), {rows: rows * prompt for rows in self.rows}
         return CostTable(self.context, temperature, forwards, zero, self._span[0], prompts, priced)
