@@ -66,7 +66,9 @@ def measured_costs(measured: Measured) -> list[CostTable]:
 
 @contextmanager
 def served_target(measured: Measured) -> Iterator[str]:
-    """Yield the target's GGUF file, converted in the dtype of the measurement."""
+    """Yield the target's GGUF file, converted in the dtype of the measurement; raise InputError for trees."""
+    if trees := [drafter.name for drafter in measured.pair.drafters if drafter.has_one_length]:
+        raise InputError(f"costs: expected chains, which llama.cpp drafts, found a tree of {trees[0]}")
     with tempfile.TemporaryDirectory(prefix="draftsmith-target-") as scratch:
         path, dtype = Path(scratch) / "target.gguf", measured.pair.dtype
         yield LlamaCpp.found().target_file(measured.config.target, path, TYPES[dtype])
@@ -84,10 +86,7 @@ def written(
 
 
 def forecasts(measured: Measured, target: str) -> list[Forecast]:
-    """Return the forecast of every drafter at every γ, temperature and number of slots.
-
-    Drafters are converted in the dtype of the measurement. Raise EngineFailure if a server fails.
-    """
+    """Return the forecasts at every γ, temperature and number of slots; raise EngineFailure if a server fails."""
     config, drafters = measured.config, measured.pair.drafters
     count = sum(len(drafter.draft_lengths) for drafter in drafters)
     level = confidence_of_each(config.confidence, count * len(config.temperature) * len(config.batch_size))
@@ -144,8 +143,6 @@ def _tables(measured: Measured, target: str) -> list[CostTable]:
 def _served(measured: Measured, spec: DrafterSpec, scratch: Path) -> Iterator[tuple[str, Mapping[int, Served | None]]]:
     """Yield a drafter, or its members, by the name in a cost table, and by γ in llama-server; None for copies."""
     drafter = measured.drafter(str(spec.name))
-    if drafter.has_one_length:
-        raise InputError(f"costs: expected chains, which llama.cpp drafts, found a tree of {drafter.name}")
     last = sorted({drafter.lengths(k)[-1] for k in drafter.draft_lengths})
     for index, kind, path in _parts(spec):
         name = member_name(drafter, drafter.sources[index]) if drafter.sources else drafter.name

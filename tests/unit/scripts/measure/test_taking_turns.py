@@ -1,13 +1,14 @@
 """Predictions where drafters take turns: replayed rounds, each at the price of the drafter whose it is, by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import tiny_llama
 from unit.scripts.measure.test_verdict import TABLE as PLAIN_TABLE
 
-from draftsmith.decode import Counts, DraftModelProposer, HybridProposer, PromptLookupProposer, Tree
+from draftsmith.decode import Counts, DraftModelProposer, HybridProposer, InputError, PromptLookupProposer, Tree
 from draftsmith.decode.measurement.costs import DraftCosts
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.replay import Replay, TextReplay
@@ -17,7 +18,7 @@ from draftsmith.scripts.engines.draft_lengths import ranges
 from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.predictions import by_load, curve_of, predicted_speedup, priced, sizes_up_to
-from draftsmith.scripts.measure.round_costs import priced_proposers
+from draftsmith.scripts.measure.round_costs import priced_proposers, served_target
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.report.entries import ByLoad, Goodput, LoadRange
 from draftsmith.scripts.report.words import load_words
@@ -149,6 +150,9 @@ def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tok
     ]
     heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
     assert (chain.has_one_length, hybrid(heads).has_one_length) == (False, True)
+    tree = SimpleNamespace(pair=Pair(target, tokenizer, "float32", [chain, hybrid(heads)]))
+    with pytest.raises(InputError, match="costs: expected chains, which llama.cpp"), served_target(tree):
+        pass
     assert Drafter("draft", "draft", kind_named("draft"), None, DraftModelProposer(target)).members == {}
 
 
