@@ -151,7 +151,7 @@ def test_members_have_costs_of_their_own_and_a_tree_one_draft_length(target, tok
     heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
     assert (chain.has_one_length, hybrid(heads).has_one_length) == (False, True)
     tree = SimpleNamespace(pair=Pair(target, tokenizer, "float32", [chain, hybrid(heads)]))
-    with pytest.raises(InputError, match="costs: expected chains, which llama.cpp"), served_target(tree):
+    with pytest.raises(InputError, match="costs: expected chains"), served_target(tree):
         pass
     assert Drafter("draft", "draft", kind_named("draft"), None, DraftModelProposer(target)).members == {}
 
