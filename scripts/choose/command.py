@@ -26,6 +26,7 @@ from draftsmith.decode.validation import read
 from draftsmith.scripts.choose.config import LLAMA_CPP, NONE, ChooseConfig
 from draftsmith.scripts.choose.forecast import Outlook, Standing, close_to, outlook, outlooks, settings_text, verdict
 from draftsmith.scripts.choose.sweep import AMOUNTS, Sweep, candidates_of, commands_in_turns, own_fields, survivors
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, cuts_of
 from draftsmith.scripts.kinds import recipes
 from draftsmith.scripts.pair import require_rollback
 from draftsmith.scripts.stages import Stages
@@ -73,6 +74,9 @@ class Choice:
 
 def choose(config: ChooseConfig) -> Choice:
     """Choose a drafter, write choose.json and winner.yaml, and return the choice."""
+    if config.server == LLAMA_CPP:  # nothing is trained before it is known that rounds can be priced
+        LlamaCpp.found().program("llama-server")
+        cuts_of(config.text)
     output, prompts = begin(config, FREE)
     random.Random(config.seed).shuffle(prompts)
     heldout, train = split_prompts(config, prompts, min(HELDOUT, len(prompts) // 8))

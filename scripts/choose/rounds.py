@@ -19,7 +19,7 @@ from draftsmith.medusa.checkpoint_files import read_config
 from draftsmith.scripts.choose.config import COPIES, LLAMA_CPP, ChooseConfig
 from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
 from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
-from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, cuts_of
 from draftsmith.scripts.kinds import kind_of
 from draftsmith.scripts.pair import load_chains, load_decoding, named_specs, replay_completions
 from draftsmith.train.data.generate import load_completions
@@ -218,7 +218,7 @@ def _in_llama_cpp(
             served[name] = served_at(path, kind, config.target, TYPES[dtype], files / name, sorted(lengths))
         costs = LlamaCosts(
             engine, target, text, round(float(np.mean(middle))), config.batch_size,
-            config.temperature, config.max_new_tokens, config.threads,
+            config.temperature, config.max_new_tokens, config.threads, cuts_of(config.text),
         )  # fmt: skip
         found = environment(torch.device("cpu"), dtype) | {"threads": config.threads}
         return {"environment": found, "compiled": False, "tables": costs.tables(served)}

@@ -61,7 +61,7 @@ def measure(config: MeasureConfig) -> Report:
         )
     drafters, unfinished, code = config.specs, Unfinished(config), config.trust_remote_code
     if forecast:
-        round_costs.check(drafters)
+        round_costs.check(config)
     pair, compiled = load_decoding(
         config.target, tokenizer, drafters, config.dtype, config.threads, not forecast and config.compiled, code
     )

@@ -77,9 +77,8 @@ class MeasureConfig(Filters, PromptedTarget):
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")
         require(self, one_of((NONE, LLAMA_CPP)), "costs")
-        for name, off in (("min_gain", None), ("repetition_penalty", 1.0), ("no_repeat_ngram_size", 0)):
-            if self.costs == LLAMA_CPP and (found := getattr(self, name)) != off:
-                raise InputError(f"{name}: expected its default with costs llama.cpp, found {found}")
+        if self.min_gain is not None and self.costs == LLAMA_CPP:
+            raise InputError("min_gain: expected none with costs llama.cpp, whose forecasts are judged by speed alone")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
 

@@ -15,8 +15,9 @@ from draftsmith.decode.measurement.intervals import confidence_of_each, ratio, r
 from draftsmith.scripts.engines.offline.gguf_files import TYPES, served_at
 from draftsmith.scripts.engines.offline.jobs import Job
 from draftsmith.scripts.engines.offline.llama_costs import LlamaCosts
-from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, decoded
+from draftsmith.scripts.engines.offline.llama_cpp import LlamaCpp, cuts_of, decoded
 from draftsmith.scripts.kinds import kind_named
+from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.predictions import priced
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured, member_name
 from draftsmith.scripts.report.entries import Forecast
@@ -78,11 +79,10 @@ def written(
     measured: Measured, target: str, temperature: float, prompts: Sequence[list[int]], seed: int
 ) -> list[list[int]]:
     """Return what llama-server writes after prompts, one at a time; raise EngineFailure if it fails."""
-    config, filters = measured.config, measured.config.filters()
-    new, cuts = config.max_new_tokens, {name: filters[name] for name in ("top_k", "top_p", "min_p")}
+    config, new = measured.config, measured.config.max_new_tokens
     job = Job(target, prompts, None, new, max(map(len, prompts)) + new, temperature, seed % 2**31, max_num_seqs=1)
     with LlamaCpp.found().serve(job, config.threads or os.cpu_count()) as client:
-        return decoded(client, job, **cuts).token_ids
+        return decoded(client, job, **cuts_of(config)).token_ids
 
 
 def forecasts(measured: Measured, target: str) -> list[Forecast]:
@@ -93,10 +93,11 @@ def forecasts(measured: Measured, target: str) -> list[Forecast]:
     return [forecast for table in _tables(measured, target) for forecast in _of_table(measured, table, level)]
 
 
-def check(specs: Sequence[DrafterSpec]) -> None:
-    """Raise InputError unless a llama-server is there, and loads these drafters."""
+def check(config: MeasureConfig) -> None:
+    """Raise InputError unless a llama-server is there, loads these drafters, and samples so."""
+    cuts_of(config)
     LlamaCpp.found().program("llama-server")
-    for kind, path in (part[1:] for spec in specs for part in _parts(spec)):
+    for kind, path in (part[1:] for spec in config.specs for part in _parts(spec)):
         if not str(path).startswith("simple-") if kind.copies else path is None or kind.gguf is None:
             raise InputError(f"costs: expected drafters of llama.cpp's, as prompt_lookup:simple-N, found {kind.title}")
 
@@ -134,7 +135,7 @@ def _tables(measured: Measured, target: str) -> list[CostTable]:
     with tempfile.TemporaryDirectory(prefix="draftsmith-costs-") as scratch:
         costs = LlamaCosts(
             LlamaCpp.found(), target, text, context, config.batch_size, config.temperature, config.max_new_tokens,
-            config.threads,
+            config.threads, cuts_of(config),
         )  # fmt: skip
         served = [part for spec in config.specs for part in _served(measured, spec, Path(scratch))]
         return costs.tables(dict(served))

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report.charts import Form, Series, Style, limits, line_chart
 from draftsmith.scripts.report.entries import Grouping
-from draftsmith.scripts.report.types import Curve, Report, Run
+from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.report.words import at_length, group_words
 
 Panel = tuple[str, Markup]  # A title and a chart
@@ -38,7 +38,8 @@ def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     for temperature, batch in _settings(report):
         series = [
             Series(style[curve.proposer.name], curve.predicted_speedup.get(batch, {}))
-            for curve in _curves(report, temperature)
+            for curve in report.curves
+            if curve.temperature == temperature and curve.verifier != "greedy"  # decoding draws draft tokens from q
         ]
         for name, runs in _runs(report, temperature, batch).items():
             ringed = next((run.draft_length for run in runs if run.key in winners), None)
@@ -107,11 +108,6 @@ def _runs(report: Report, temperature: float, batch: int) -> dict[str, list[Run]
         if (run.temperature, run.batch_size) == (temperature, batch):
             runs.setdefault(run.proposer.name, []).append(run)
     return runs
-
-
-def _curves(report: Report, temperature: float) -> list[Curve]:
-    """Return the replays that match decoding, where draft tokens are drawn from q."""
-    return [c for c in report.curves if c.temperature == temperature and c.verifier != "greedy"]
 
 
 def _settings(report: Report) -> list[tuple[float, int]]:

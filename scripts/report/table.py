@@ -79,7 +79,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def _forecasts(report: Report) -> Table:
     columns = ["T", "slots", "drafter", "γ", "τ", "round, ms", "tokens", "speed-up", "requests"]
     caption = "Rounds by llama-server's clock, τ by replay. tokens: a round, in\n"
-    caption += "tokens of plain decoding. requests: the speed-up with prompts."
+    caption += "tokens of plain decoding. requests: the speed-up with prompts.\n"
+    caption += "±: of each at 95 %; the intervals of the verdict hold together."
     table = figures_table(columns, "drafter", f"Forecast for llama.cpp: {_prompts(report)}", caption)
     for one in report.forecasts:
         price = one.round_seconds * 1000, one.round_seconds / one.plain_seconds

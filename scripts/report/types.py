@@ -179,7 +179,7 @@ class Run(Entry):
     speedup: Estimate
     """The speed-up over plain decoding: seconds of the decoded texts' rounds, and `shown_length`."""
     predicted_speedup: Estimate | None = None
-    """The prediction of `speedup`, including the forwards over these prompts; null where costs are unknown."""
+    """The prediction of `speedup`, including the forwards over these prompts; null without costs or replay."""
     tokens_per_second: Speed
     gain_over_baseline_draft: Gains | None = None
     """Null without a stock draft at this draft length."""

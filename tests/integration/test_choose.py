@@ -112,7 +112,8 @@ def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair
         return [CostTable(self.context, 0.0, forwards, {1: 0.0}, 1, {1: 1.0}, dict.fromkeys(drafters, free))]
 
     monkeypatch.setattr(Sweep, "growth", lambda *_: None)
-    monkeypatch.setattr(rounds.LlamaCpp, "found", lambda: SimpleNamespace(target_file=lambda *words: "t.gguf"))
+    engine = SimpleNamespace(program=str, target_file=lambda *words: "t.gguf")
+    monkeypatch.setattr(rounds.LlamaCpp, "found", lambda: engine)
     monkeypatch.setattr(rounds, "served_at", lambda *given: dict.fromkeys(given[-1]))
     monkeypatch.setattr(rounds.LlamaCosts, "tables", tables)
     fields = {"candidates": {"it": BLOCK}, "temperature": "0", "server": "llama.cpp"}
@@ -122,7 +123,7 @@ def test_for_llama_cpp_rounds_are_priced_by_its_clock_and_copies_come_first(pair
     hybrid = next(way for way in standing.trials[-1].replayed["0"].ways() if way.last)
     drafted = standing.drafter(replace(outlook, way=hybrid), "d")
     assert drafted == f"hybrid:prompt_lookup:simple-2+d@last={hybrid.last}"
-    assert choice.winner == "none" or "--costs=llama.cpp" in choice.commands[-1]
+    assert choice.winner != "none" and "--costs=llama.cpp" in choice.commands[-1]
     assert outlook.now == outlook.mean_acceptance_length  # rounds cost a token here
 
 

@@ -253,6 +253,9 @@ def test_counts_are_integers_and_ratios_are_theirs(measured):
         assert run["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
         assert 1 <= tau <= gamma + 1
         assert run["speedup"]["ci95"] is None or run["batch_size"] == 1  # three batches are too few
+        for name in ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "speedup"):
+            if run[name] is not None and run[name]["ci95"] is not None:
+                assert run[name]["ci95"][0] <= run[name]["value"] <= run[name]["ci95"][1]
 
 
 def test_batches_write_the_same_texts(measured):
@@ -449,7 +452,7 @@ def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
     assert fewer["costs"] is None and {run["predicted_speedup"] for run in fewer["runs"]} == {None}
 
 
-def test_forecasts_for_llama_cpp_decode_nothing(root, tmp_path, stopped, monkeypatch):
+def test_forecasts_for_llama_cpp_decode_with_no_drafter(root, tmp_path, stopped, monkeypatch):
     """Its servers price the rounds, here with t(k) = 1 + k / 10 and half a token for a draft; replay counts them."""
     free, priced = DraftCosts(0.0, 0.0, 0.0, 0.0), DraftCosts(0.0, 0.0, 0.55, 0.0)
 
@@ -621,7 +624,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--min-gain", "0.1"], "min_gain: "),
         (
             ["--config", '{"no_repeat_ngram_size": 3}', "--costs", "llama.cpp"],
-            "no_repeat_ngram_size: expected its default",
+            "no_repeat_ngram_size: expected 0 for llama.cpp",
         ),
         (["--config", '{"lossless_tokens": 10}'], "lossless_tokens: "),
         (["--draft", json.dumps(2 * [str(root / "draft")])], "drafter: expected each draft once, found "),

@@ -101,7 +101,7 @@ def _prepare_turns(config: PrepareConfig, processes: Processes) -> CompletionsSu
     processes.after_the_first(partial(require_writable, output))
     while prompts:
         number += 1
-        turns = [prompt.turn_record(number) for prompt in prompts]
+        turns = [{"id": f"{prompt.id}.{number}"} | prompt.record() for prompt in prompts]
         records += turns
         path, directory = output / f"turn-{number}.jsonl", output / f"turn-{number}"
         processes.after_the_first(partial(write_prompts, path, turns))

@@ -248,7 +248,7 @@ def read_records(source: str, split: str) -> Iterator[Located]:
     readers: dict[str, Callable[[Path], Iterator[Located]]] = {
         ".jsonl": _jsonl,
         ".json": _json,
-        ".txt": _lines_as_prompts,
+        ".txt": lambda path: ((where, {"prompt": line}) for where, line in _lines(path) if line.strip()),
         ".parquet": _parquet,
     }
     reader = readers.get(path.suffix.lower())
@@ -277,10 +277,6 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             yield where, line.removesuffix(b"\r").decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"{where}: expected UTF-8, found byte 0x{line[error.start]:02x}") from error
-
-
-def _lines_as_prompts(path: Path) -> Iterator[Located]:
-    return ((where, {"prompt": line}) for where, line in _lines(path) if line.strip())
 
 
 def _jsonl(path: Path) -> Iterator[Located]:

@@ -98,10 +98,6 @@ class Prompt:
         """Raise an InputError if a token is above all of a model's logits."""
         require_logits(ids, tokenizer, vocab_size, f"{self.place}prompt {self.id!r}")
 
-    def turn_record(self, number: int) -> dict[str, Any]:
-        """Return the prompt as a record of turn `number`."""
-        return {"id": f"{self.id}.{number}"} | self.record()
-
     def next_turn(self, answer: str, templated: bool) -> "Prompt":
         """Return the prompt of the next turn, after the target's answer.
 

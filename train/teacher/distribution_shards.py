@@ -43,11 +43,6 @@ ROW_GROUP = 8
 SAMPLER = ("temperature", "top_k", "top_p")
 
 
-def distribution_bytes(k: int) -> int:
-    """Return the bytes of a position's distribution, uncompressed."""
-    return 6 * k + 8
-
-
 @dataclass(frozen=True)
 class DistributionShards:
     """The writer of a cache of distributions.
@@ -78,7 +73,7 @@ class DistributionShards:
     @property
     def position_bytes(self) -> int:
         """Uncompressed bytes of a position."""
-        return distribution_bytes(self.config.k)
+        return 6 * self.config.k + 8
 
     @property
     def shape(self) -> str:

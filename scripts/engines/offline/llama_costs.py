@@ -26,8 +26,9 @@ from draftsmith.train.kinds.export import Served
 
 TURNS = 5
 """Servers of each way to draft, whose median counts: a rare quiet moment speeds up one token more than a block."""
-WRITTEN = 128
-"""The most tokens of a timed answer, half of them before the context whose rounds are asked for."""
+WRITTEN, LEAST = 128, 16
+"""The most tokens of a timed answer, half of them before the context whose rounds are asked for, and the least of it
+and of its prompt: after a shorter one llama.cpp copies nothing for a while."""
 LIKELY = 100.0
 """The bias of the logit of the token that a repeating text repeats."""
 Prices = Mapping[tuple[str, float, int], Mapping[int, float]]
@@ -64,13 +65,14 @@ class LlamaCosts:
     temperatures: Sequence[float]
     new_tokens: int
     threads: int | None
+    cuts: Mapping[str, float] = field(default_factory=dict)  # of the distribution, by llama.cpp's names, in their order
     first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def _span(self) -> tuple[int, int]:
         """The tokens of a timed answer's prompt, and of the answer."""
-        new = min(self.new_tokens, WRITTEN)
-        return max(1, self.context - new // 2), new
+        new = max(LEAST, min(self.new_tokens, WRITTEN))
+        return max(LEAST, self.context - new // 2), new
 
     def tables(self, drafters: Mapping[str, Mapping[int, Served | None]]) -> list[CostTable]:
         """Return a table for each temperature; `drafters` are by name, then γ, None if they copy.
@@ -96,8 +98,11 @@ class LlamaCosts:
         target, speculative = (self.target, None) if form is None else (form.target or self.target, form.speculative)
         job = Job(target, [], dict(speculative) if speculative else None, new, start + 2 * new, max_num_seqs=most)
         prompts = text_windows(self.text, most, start).tolist()
-        fields: dict[str, Any] = {"n_predict": new, "ignore_eos": True, "samplers": ["temperature"]}
+        fields: dict[str, Any] = {"n_predict": new, "ignore_eos": True, "samplers": ["temperature", *self.cuts]}
+        fields |= self.cuts
         if not name and draft_length:
+            # Whole rounds after the prompt's token: near its end an answer is drafted less.
+            fields["n_predict"] = 1 + max(1, (new - 1) // (draft_length + 1)) * (draft_length + 1)
             token = int(self.text.mode().values)
             prompts, fields = [[token] * start] * most, fields | {"logit_bias": [[token, LIKELY]]}
         seconds: dict[tuple[float, int], float] = {}

@@ -22,6 +22,7 @@ import httpx2
 from pydantic import Field
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.options import Filters
 from draftsmith.decode.validation import ServerMessage, TokenId, parse
 from draftsmith.scripts.engines.client import read_metrics
 from draftsmith.scripts.engines.offline import gguf_driver
@@ -160,6 +161,14 @@ def spec_type(directory: str) -> str:
     """Return what llama.cpp calls the drafter in a directory."""
     names = str(json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")).get("architectures"))
     return next((value for part, value in SPEC_TYPES.items() if part in names), "draft-simple")
+
+
+def cuts_of(filters: Filters) -> dict[str, float]:
+    """Return the cuts of the distribution that llama.cpp has, in the library's order; raise InputError for others."""
+    for name, off in (("repetition_penalty", 1.0), ("no_repeat_ngram_size", 0)):
+        if (found := getattr(filters, name)) != off:
+            raise InputError(f"{name}: expected {off} for llama.cpp, found {found}")
+    return {name: getattr(filters, name) for name in ("top_k", "top_p", "min_p")}
 
 
 def decoded(client: httpx2.Client, job: Job, **cuts: float) -> Answer:

@@ -23,8 +23,8 @@ class Server:
         self.started.append(job)
         speculative = job.speculative or {"num_speculative_tokens": 0, "method": "none"}
         k, copies = speculative["num_speculative_tokens"], speculative["method"] == "ngram-mod"
-        # A server that other programs disturb, once.
-        self.slow = 3.0 if len(self.started) == 2 else 1.0
+        # A server that other programs disturb, once, and one that has the machine to itself.
+        self.slow = {2: 3.0, 14: 0.3}.get(len(self.started), 1.0)
 
         def handle(request):
             asked = json.loads(request.content)
@@ -44,9 +44,9 @@ class Server:
 
 
 def test_a_table_has_what_the_servers_clock_says():
-    """Forwards from copies, a draft's step and overhead from its rounds, and the fastest of the turns."""
+    """Forwards from copies, a draft's step and overhead from its rounds, and the median of the turns."""
     server = Server()
-    costs = LlamaCosts(server, "t.gguf", torch.tensor([7, 8, 7, 9]), 38, [1], [0.0, 1.0], 64, 2)
+    costs = LlamaCosts(server, "t.gguf", torch.tensor([7, 8, 7, 9]), 50, [1], [0.0, 1.0], 64, 2, {"top_k": 40})
     drafters = {"d": {k: Served("d", {"method": "draft-simple", "model": "d.gguf", "num_speculative_tokens": k})
                       for k in (1, 3, 5)}, "copies": dict.fromkeys((2, 7))}  # fmt: skip
     cold, warm = costs.tables(drafters)
@@ -56,10 +56,11 @@ def test_a_table_has_what_the_servers_clock_says():
         assert (draft.step, draft.overhead, draft.prefill) == pytest.approx((0.003, 0.001, 0.03))
         assert table.drafters["copies"] == {1: DraftCosts(0.0, 0.0, 0.0, 0.0)}
         assert table.at("d", 1).round_seconds(4) == pytest.approx(0.010 + 0.008 + 0.013 + more)
-    # The texts lie around the context, whose forwards are asked for: from 38 - 64 / 2 tokens on.
-    assert cold.context == 38 and {one["n_predict"] for one in server.asked} == {2, 64}
+    # The texts lie around the context, whose forwards are asked for: from 50 - 64 / 2 tokens on, in whole rounds.
+    assert cold.context == 50 and {one["n_predict"] for one in server.asked} == {2, 57, 61, 63, 64}
+    assert all((one["samplers"], one["top_k"]) == (["temperature", "top_k"], 40) for one in server.asked)
     # Copies are priced on a text that repeats its likeliest token, drafters on the text.
     repeated = [one for one in server.asked if "logit_bias" in one]
-    assert {tuple(one["prompt"]) for one in repeated} == {(7,) * 6} and repeated[0]["logit_bias"][0][0] == 7
-    assert {tuple(one["prompt"]) for one in server.asked if "logit_bias" not in one} == {(7, 8, 7, 9, 7, 8)}
+    assert {tuple(one["prompt"]) for one in repeated} == {(7,) * 18} and repeated[0]["logit_bias"][0][0] == 7
+    assert {tuple(one["prompt"]) for one in server.asked if "logit_bias" not in one} == {(7, 8, 7, 9) * 4 + (7, 8)}
     assert len(server.started) == TURNS * (1 + 7 + 3)
