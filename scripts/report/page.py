@@ -59,7 +59,7 @@ def render_page(report: Report) -> str:
         # A server has a single γ: no charts over γ.
         speedups=[] if report.server else figures.speedup_panels(report, style),
         lengths=[] if report.server else figures.length_panels(report, style),
-        groups=figures.group_rows(report, opening.run.draft_length if opening.run else None),
+        groups=figures.group_rows(report, (opening.run or report.recommendation).draft_length),
         error=report.prediction_error(),
         load_words=load_words,
         doubtful=DOUBTFUL,
