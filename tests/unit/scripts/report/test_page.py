@@ -203,12 +203,12 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
     assert page.headings == [
         "✓ GO",
         "Recommended setting",
+        "Forecast for llama.cpp",
         "Speed-up",
         "Runs",
         "Comparisons",
         "τ: tokens per target forward",
         "Categories and lengths of context",
-        "Forecast for llama.cpp",
         "Costs",
         "How it was measured",
     ]
