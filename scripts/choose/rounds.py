@@ -1,5 +1,6 @@
 """Replayed acceptance of candidates and measured costs of rounds, which give the speed-up of every way to draft."""
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -220,5 +221,5 @@ def _in_llama_cpp(
             engine, target, text, round(float(np.mean(middle))), config.batch_size,
             config.temperature, config.max_new_tokens, config.threads, cuts_of(config.text),
         )  # fmt: skip
-        found = environment(torch.device("cpu"), dtype) | {"threads": config.threads}
+        found = environment(torch.device("cpu"), dtype) | {"threads": config.threads or os.cpu_count()}
         return {"environment": found, "compiled": False, "tables": costs.tables(served)}
